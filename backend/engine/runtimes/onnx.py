@@ -1,0 +1,91 @@
+"""ONNX Runtime: `model.onnx`, on the CPU unless the configuration names other providers.
+
+Parameters of the model's configuration:
+
+- `providers`: comma-separated execution providers in the order of preference
+  (default `CPUExecutionProvider`);
+- `intra_op_num_threads`: threads of one operator (default 0: one a core).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from runtimes import EngineError, TensorSpec
+
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+
+class Runtime:
+    """One ONNX Runtime session."""
+
+    def __init__(self, artifact: Path, parameters: Mapping[str, str]) -> None:
+        """
+        Args:
+            artifact: `model.onnx`, its external data beside it.
+
+        Raises:
+            EngineError: an unknown provider, or a file that cannot be loaded.
+        """
+        wanted = [
+            name.strip() for name in parameters.get("providers", "CPUExecutionProvider").split(",")
+        ]
+        available = onnxruntime.get_available_providers()
+        for provider in wanted:
+            if provider not in available:
+                raise EngineError(
+                    f"the execution provider {provider!r} is not available here; "
+                    f"there are {', '.join(available)}"
+                )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = int(parameters.get("intra_op_num_threads", "0"))
+        # Several engines share the cores, each in a process of its own: a thread that spins for
+        # work takes them from the others.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Shapes vary from call to call. A plan for one of them does not fit the next, and an
+        # arena keeps what the largest one took.
+        options.enable_mem_pattern = False
+        options.enable_cpu_mem_arena = False
+        options.log_severity_level = 3
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(artifact), options, providers=wanted
+            )
+        except Exception as error:
+            raise EngineError(f"{artifact.name} cannot be loaded: {_one_line(error)}") from None
+        self.inputs = [TensorSpec(n.name, _dtype(n)) for n in self._session.get_inputs()]
+        self.outputs = [TensorSpec(n.name, _dtype(n)) for n in self._session.get_outputs()]
+
+    def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Computes one batch.
+
+        Raises:
+            EngineError: the engine refused the shapes, or ran out of memory.
+        """
+        names = [spec.name for spec in self.outputs]
+        try:
+            return dict(zip(names, self._session.run(names, dict(batch)), strict=True))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
+            raise EngineError(f"the engine failed on {shapes}: {_one_line(error)}") from None
+
+
+def _dtype(node: onnxruntime.NodeArg) -> type:
+    try:
+        return _DTYPES[node.type]
+    except KeyError:
+        raise EngineError(f"{node.name} has the type {node.type}, which is not served") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

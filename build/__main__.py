@@ -1,0 +1,45 @@
+"""Command line of `make export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m build", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers layout")
+    parser.add_argument("--profile", default="cpu", help="a file in build/profiles/")
+    parser.add_argument("--repository", type=Path, help="default: artifacts/<profile>")
+    parser.add_argument(
+        "--verify",
+        choices=("auto", "full"),
+        default="auto",
+        help="full: check engines over 2 GB as a whole, too",
+    )
+    arguments = parser.parse_args()
+    # torch and diffusers take seconds to import: only once the arguments are known to be good.
+    from build.assemble import assemble
+    from build.profile import BuildError, load_profile
+    from export import CheckpointError, ExportError
+
+    try:
+        profile = load_profile(arguments.profile)
+        repository = arguments.repository or Path("artifacts") / profile.name
+        done = assemble(arguments.checkpoint, profile, repository.resolve(), arguments.verify)
+    except (BuildError, CheckpointError, ExportError) as error:
+        print(f"export failed: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"export failed: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("export interrupted: nothing was changed", file=sys.stderr)
+        return 130
+    print(f"{repository}: {'exported' if done else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

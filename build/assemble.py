@@ -1,0 +1,97 @@
+"""Checkpoint + profile → REPOSITORY, complete and relocatable, or nothing at all."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from build import manifest
+from build.profile import PROFILES, BuildError, Profile
+from build.swap import replaced_when_done
+from export import Checkpoint, export_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+_SOURCES = ("model_repository", "backend", "export")
+_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxscript")
+
+
+def assemble(
+    checkpoint_path: Path, profile: Profile, repository: Path, verify: str = "auto"
+) -> bool:
+    """Exports a checkpoint and assembles the repository around its engines.
+
+    Args:
+        checkpoint_path: a checkpoint in diffusers layout.
+        repository: is replaced in one step at the end, or left untouched.
+        verify: see `export.export_checkpoint`.
+
+    Returns:
+        Whether anything was done: False if the repository is up to date and intact.
+
+    Raises:
+        CheckpointError, ExportError, BuildError: one sentence for the user.
+    """
+    checkpoint = Checkpoint(checkpoint_path)
+    description = checkpoint.describe()
+    versions = {"python": platform.python_version()}
+    versions |= {package: version(package) for package in _PACKAGES}
+    inputs = manifest.digest_of_inputs(
+        {"checkpoint": description, "versions": versions, "profile": profile.name},
+        [*(ROOT / name for name in _SOURCES), PROFILES / f"{profile.name}.yaml"],
+        ROOT,
+    )
+    current = manifest.read(repository)
+    if current and current["inputs"] == inputs and manifest.is_intact(repository, current):
+        return False
+    if repository.exists() and current is None and any(repository.iterdir()):
+        raise BuildError(
+            f"{repository} is not empty and holds no exported repository: name another folder"
+        )
+    with replaced_when_done(repository) as staging:
+        models = staging / "model_repository"
+        _copy(ROOT / "model_repository", models)
+        _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
+        exported = staging / "exported"
+        engines = export_checkpoint(checkpoint, exported, verify=verify)
+        for engine in engines:
+            for path in (exported / engine).iterdir():
+                path.rename(models / engine / "1" / path.name)
+        (exported / "checkpoint.json").rename(models / "checkpoint.json")
+        (exported / "tokenizer.json").rename(models / "tokenize" / "1" / "tokenizer.json")
+        shutil.rmtree(exported)
+        manifest.write(
+            staging,
+            {
+                "format": manifest.FORMAT,
+                "profile": profile.name,
+                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "inputs": inputs,
+                "checkpoint": {
+                    key: description[key] for key in ("name", "pipeline_class", "fingerprint")
+                },
+                "versions": versions,
+                "engines": _describe_engines(engines, profile),
+                "files": manifest.list_files(staging),
+            },
+        )
+    return True
+
+
+def _describe_engines(engines: dict[str, dict[str, Any]], profile: Profile) -> dict[str, Any]:
+    if set(engines) != set(profile.engines):
+        raise BuildError(
+            f"the profile {profile.name!r} describes the engines {sorted(profile.engines)}, "
+            f"the checkpoint gives {sorted(engines)}"
+        )
+    return {
+        name: {"runtime": profile.engines[name].runtime, **engine}
+        for name, engine in engines.items()
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

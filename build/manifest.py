@@ -1,0 +1,68 @@
+"""REPOSITORY/manifest.json: what the repository holds and what it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return _sha256_of(iter(lambda: file.read(2**20), b""))
+
+
+def list_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns size and checksum of every file below `folder`, by its relative path."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != NAME
+    }
+
+
+def digest_of_inputs(values: Mapping[str, Any], sources: Iterable[Path], root: Path) -> str:
+    """Returns one digest of everything an export depends on: plain values and source files."""
+    parts = [json.dumps(values, sort_keys=True).encode()]
+    for source in sources:
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if path.is_file() and "__pycache__" not in path.parts:
+                parts.append(f"{path.relative_to(root)} {digest(path)}\n".encode())
+    return _sha256_of(parts)
+
+
+def read(repository: Path) -> dict[str, Any] | None:
+    """Returns the manifest of `repository`, or None if it has none that can be read."""
+    try:
+        manifest = json.loads((repository / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def write(repository: Path, manifest: Mapping[str, Any]) -> None:
+    (repository / NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def is_intact(repository: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether every file of the manifest is there with its size and checksum."""
+    for name, expected in manifest["files"].items():
+        path = repository / name
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+            return False
+        if digest(path) != expected["sha256"]:
+            return False
+    return True
+
+
+def _sha256_of(chunks: Iterable[bytes]) -> str:
+    sha256 = hashlib.sha256()
+    for chunk in chunks:
+        sha256.update(chunk)
+    return sha256.hexdigest()

@@ -1,0 +1,55 @@
+"""Puts a finished folder in the place of another one in a single step."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from build.profile import BuildError
+
+_AT_FDCWD = -100  # fcntl.h
+_RENAME_EXCHANGE = 2  # linux/fs.h
+
+
+@contextmanager
+def replaced_when_done(target: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `target` and, if the body succeeds, makes it `target`.
+
+    Whatever ends the body early leaves `target` as it was; the next call clears the remains.
+
+    Raises:
+        BuildError: another process is at it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".{target.name}.staging"
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BuildError(f"another export into {target} is running: wait for it") from None
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        try:
+            yield staging
+            if target.exists():
+                _exchange(staging, target)
+            else:
+                staging.rename(target)
+        finally:
+            # Holds the unfinished folder after a failure, the old one after a success.
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swaps two folders atomically (renameat2, Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(other))

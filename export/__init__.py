@@ -1,0 +1,71 @@
+"""Exports a Qwen-Image checkpoint in diffusers layout to ONNX engines, FP32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from export.checkpoint import Checkpoint, CheckpointError
+from export.engines import Engine, engines
+from export.graph import ExportError
+from export.verify import verify_engine
+from export.write import DATA, Progress, write_engine
+
+__all__ = ["Checkpoint", "CheckpointError", "ExportError", "Progress", "export_checkpoint"]
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    output: Path,
+    verify: str = "auto",
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, dict[str, Any]]:
+    """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
+
+    `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
+    An engine's folder appears only after its check. Returns for each engine its manifest entry.
+    Raises CheckpointError, ExportError, OSError.
+    """
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    checkpoint.save_tokenizer(output / "tokenizer.json")
+    result = {}
+    for engine in engines(checkpoint):
+        folder = output / f"{engine.name}.partial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            write_engine(engine, checkpoint, folder, progress)
+            verified = verify_engine(engine, checkpoint, folder, verify, progress)
+            shutil.rmtree(output / engine.name, ignore_errors=True)
+            folder.rename(output / engine.name)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        result[engine.name] = entry(engine, verified)
+    text = json.dumps(checkpoint.describe(), indent=2, ensure_ascii=False)
+    (output / "checkpoint.json").write_text(text + "\n", encoding="utf-8")
+    return result
+
+
+def entry(engine: Engine, verified: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says of an engine; free dimensions are −1."""
+
+    def borders(tensors: Any) -> dict[str, Any]:
+        return {
+            tensor.name: {
+                "dtype": "FP32" if tensor.dtype.name == "FLOAT" else tensor.dtype.name,
+                "shape": [-1 if isinstance(dim, str) else dim for dim in tensor.shape],
+            }
+            for tensor in tensors
+        }
+
+    return {
+        "precision": "fp32",
+        "artifact": "model.onnx",
+        "files": ["model.onnx", DATA],
+        "inputs": borders(engine.inputs),
+        "outputs": borders(engine.outputs),
+        "verified": verified,
+    }

@@ -1,0 +1,54 @@
+"""python -m export --checkpoint DIR --output DIR [--verify auto|full]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from export import Checkpoint, CheckpointError, ExportError, export_checkpoint
+
+
+class Bar:
+    """One progress bar for each thing that is being done."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self.bar is None or self.bar.desc != what:
+            self.close()
+            self.bar = tqdm(total=total, desc=what, leave=True)
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m export", description="Checkpoint → ONNX engines")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers checkpoint folder")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the engines")
+    parser.add_argument(
+        "--verify",
+        choices=("auto", "full"),
+        default="auto",
+        help="auto: engines above 2 GiB are checked block by block; full: all as a whole",
+    )
+    options = parser.parse_args(arguments)
+    bar = Bar()
+    try:
+        export_checkpoint(Checkpoint(options.checkpoint), options.output, options.verify, bar)
+    except (CheckpointError, ExportError, OSError) as error:
+        bar.close()
+        print(error, file=sys.stderr)
+        return 1
+    bar.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Runs generations: admission, text encoding, modulation, the denoising loop.
+
+Knows engines only through the `Engines` protocol, so that it runs and is tested without Triton.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from admission import Admission
+from generation import Generation, StopSignal
+from latents import initial_noise, position_ids, unpack
+from output_cache import CacheMetrics, OutputCache
+from sampler import euler_step, guide
+from schedule import Scheduler
+
+
+class Modulation(NamedTuple):
+    """The modulation net's output at one timestep: [blocks, 2, 6·d] and [2·d]."""
+
+    block: torch.Tensor
+    final: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What stays the same over all steps of a generation, one row a prediction.
+
+    encoder_hidden_states: [R, T, text width], zero where padded. text_mask: BOOL [R, T].
+    position_ids: INT32 [R, T + L, 3].
+    """
+
+    encoder_hidden_states: torch.Tensor
+    text_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+class Engines(Protocol):
+    """The models that a generation calls; every call may raise `GenerationError`."""
+
+    async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """INT64 [1, S] → [1, S − dropped, text width]."""
+
+    async def modulate(self, timesteps: torch.Tensor) -> list[Modulation]:
+        """FP32 [N] → one `Modulation` a timestep."""
+
+    async def predict_noise(
+        self, hidden_states: torch.Tensor, conditioning: Conditioning, modulation: Modulation
+    ) -> torch.Tensor:
+        """[R, L, 64] → [R, L, 64], every row at the timestep of `modulation`."""
+
+
+class Metrics(Protocol):
+    """Where the generator reports what it does."""
+
+    encoder_cache: CacheMetrics
+    modulation_cache: CacheMetrics
+
+    def stage(self, name: str, seconds: float) -> None: ...
+    def step(self) -> None: ...
+    def load(self, in_flight: int, queued: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds from the model's configuration. Sizes in bytes."""
+
+    max_in_flight: int
+    max_queued: int
+    encoder_cache_bytes: int
+    modulation_cache_bytes: int
+    text_buckets: tuple[int, ...]
+
+
+@dataclass
+class Stages:
+    """Milliseconds a stage took, in the order in which they ran."""
+
+    metrics: Metrics
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def end(self, name: str) -> None:
+        """Books the time since the last call (or the start) on the stage `name`."""
+        now = time.monotonic()
+        self.metrics.stage(name, now - self._since)
+        self.milliseconds[name] = round((now - self._since) * 1000, 3)
+        self._since = now
+
+
+class Generator:
+    """Turns generations into latents, many at a time. Belongs to one event loop."""
+
+    def __init__(
+        self, checkpoint: Mapping[str, Any], engines: Engines, limits: Limits, metrics: Metrics
+    ) -> None:
+        """
+        Args:
+            checkpoint: the repository's `checkpoint.json`.
+        """
+        self._engines = engines
+        self._metrics = metrics
+        self._scheduler = Scheduler(checkpoint["scheduler"])
+        self._encoder_fingerprint = checkpoint["components"]["text_encoder"]
+        self._dropped_tokens = checkpoint["prompt_template_dropped_tokens"]
+        self._pad_token_id = checkpoint["pad_token_id"]
+        vae = checkpoint["vae"]
+        self._channels = vae["z_dim"]
+        self._scale_factor = vae["scale_factor"]
+        self._latents_mean = torch.tensor(vae["latents_mean"]).view(1, -1, 1, 1)
+        # The pipeline divides by the reciprocal; multiplying would round differently.
+        self._latents_std = 1.0 / torch.tensor(vae["latents_std"]).view(1, -1, 1, 1)
+        self._text_buckets = sorted({*limits.text_buckets, checkpoint["max_prompt_tokens"]})
+        self._admission = Admission(limits.max_in_flight, limits.max_queued, metrics.load)
+        self._encoded: OutputCache[tuple[str, bytes], torch.Tensor] = OutputCache(
+            limits.encoder_cache_bytes, lambda states: states.nbytes, metrics.encoder_cache
+        )
+        self._modulations: OutputCache[float, Modulation] = OutputCache(
+            limits.modulation_cache_bytes,
+            lambda modulation: modulation.block.nbytes + modulation.final.nbytes,
+            metrics.modulation_cache,
+        )
+
+    async def generate(
+        self, generation: Generation, stop: StopSignal
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns latents FP32 [n, 16, h, w], ready for the VAE, and the record of the work.
+
+        Raises:
+            GenerationError: see its subclasses; `stop` is looked at before every step.
+        """
+        stages = Stages(self._metrics)
+        async with self._admission.place(stop):
+            stages.end("queue")
+            stop.check()
+            prompts, cache = await self._encode(generation, stop)
+            stages.end("encode")
+            h = generation.height // self._scale_factor
+            w = generation.width // self._scale_factor
+            schedule = self._scheduler.schedule(generation.num_inference_steps, h * w // 4)
+            modulations, computed = await self._modulations.get_many(
+                schedule.timesteps.tolist(), self._modulate, stop.wait_for
+            )
+            cache["modulation_misses"] = computed
+            cache["modulation_hits"] = len(set(schedule.timesteps.tolist())) - computed
+            stages.end("modulation")
+
+            latents = initial_noise(generation.seeds, self._channels, h, w)
+            conditioning = self._condition(
+                prompts, generation.num_images_per_prompt, rows=h // 2, columns=w // 2
+            )
+            for step, modulation in enumerate(modulations):
+                stop.check()
+                noise_pred = await self._engines.predict_noise(
+                    latents.repeat(len(prompts), 1, 1), conditioning, modulation
+                )
+                if generation.guided:
+                    noise_pred = guide(*noise_pred.chunk(2), generation.true_cfg_scale)
+                latents = euler_step(
+                    latents, noise_pred, schedule.sigmas[step], schedule.sigmas[step + 1]
+                )
+                self._metrics.step()
+            stop.check()
+            latents = unpack(latents, h, w) / self._latents_std + self._latents_mean
+            stages.end("denoise")
+        record = {
+            "request_id": generation.request_id,
+            "height": generation.height,
+            "width": generation.width,
+            "num_inference_steps": generation.num_inference_steps,
+            "true_cfg_scale": generation.true_cfg_scale,
+            "num_images_per_prompt": generation.num_images_per_prompt,
+            "seeds": generation.seeds,
+            "prompt_tokens": generation.input_ids.size - self._dropped_tokens,
+            "negative_prompt_tokens": generation.negative_input_ids.size - self._dropped_tokens,
+            "stages_ms": stages.milliseconds,
+            "cache": cache,
+        }
+        return latents, record
+
+    async def _encode(
+        self, generation: Generation, stop: StopSignal
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Returns the encoded prompt and, when guided, negative prompt, each [T, text width]."""
+
+        async def encode(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+            async def compute(_: list[tuple[str, bytes]]) -> list[torch.Tensor]:
+                return [await self._encode_text(ids)]
+
+            key = (self._encoder_fingerprint, ids.numpy().tobytes())
+            values, computed = await self._encoded.get_many([key], compute, stop.wait_for)
+            return values[0], computed
+
+        texts = [generation.input_ids, generation.negative_input_ids][: 1 + generation.guided]
+        encoded = await asyncio.gather(*(encode(torch.from_numpy(ids)) for ids in texts))
+        words = ["miss" if computed else "hit" for _, computed in encoded] + ["off"]
+        return [states for states, _ in encoded], {
+            "prompt": words[0],
+            "negative_prompt": words[1],
+        }
+
+    async def _encode_text(self, ids: torch.Tensor) -> torch.Tensor:
+        """Pads INT64 [S] to its bucket (harmless: the encoder is causal), encodes, cuts again."""
+        tokens = ids.numel() - self._dropped_tokens
+        padded = torch.full(
+            (1, self._dropped_tokens + self._bucket(tokens)), self._pad_token_id, dtype=torch.int64
+        )
+        padded[0, : ids.numel()] = ids
+        return (await self._engines.encode_text(padded))[0, :tokens].clone()
+
+    async def _modulate(self, timesteps: list[float]) -> list[Modulation]:
+        return await self._engines.modulate(torch.tensor(timesteps, dtype=torch.float32))
+
+    def _condition(
+        self, prompts: list[torch.Tensor], images: int, rows: int, columns: int
+    ) -> Conditioning:
+        """Pads the prompts to one bucket, `images` rows each, so that requests batch."""
+        length = self._bucket(max(len(prompt) for prompt in prompts))
+        states = prompts[0].new_zeros(len(prompts), length, prompts[0].shape[-1])
+        mask = torch.zeros(len(prompts), length, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            states[row, : len(prompt)] = prompt
+            mask[row, : len(prompt)] = True
+        ids = position_ids(length, rows, columns)
+        return Conditioning(
+            encoder_hidden_states=states.repeat_interleave(images, dim=0),
+            text_mask=mask.repeat_interleave(images, dim=0),
+            position_ids=ids.repeat(len(prompts) * images, 1, 1),
+        )
+
+    def _bucket(self, tokens: int) -> int:
+        return next(bucket for bucket in self._text_buckets if bucket >= tokens)

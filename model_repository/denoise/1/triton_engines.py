@@ -1,0 +1,96 @@
+"""The engines of a generation, called through Triton (BLS)."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+from generation import Cancelled, GenerationError, InvalidGeneration, Unavailable
+from generator import Conditioning, Modulation
+
+# The Triton request on whose behalf the running coroutine calls engines: they get its id and
+# its trace, without which Triton loses the child spans.
+current_request: ContextVar[Any] = ContextVar("current_request")
+
+
+class TritonEngines:
+    """Implements `generator.Engines`."""
+
+    def __init__(self, max_modulation_rows: int) -> None:
+        """
+        Args:
+            max_modulation_rows: timesteps in one call of `modulation`.
+        """
+        self._max_modulation_rows = max_modulation_rows
+
+    async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
+        (states,) = await self._call(
+            "text_encoder", {"input_ids": input_ids}, ["hidden_states"]
+        )
+        return states
+
+    async def modulate(self, timesteps: torch.Tensor) -> list[Modulation]:
+        modulations: list[Modulation] = []
+        for rows in timesteps[:, None].split(self._max_modulation_rows):
+            block, final = await self._call(
+                "modulation", {"timestep": rows}, ["block_modulation", "final_modulation"]
+            )
+            modulations += [Modulation(b.clone(), f.clone()) for b, f in zip(block, final, strict=True)]
+        return modulations
+
+    async def predict_noise(
+        self, hidden_states: torch.Tensor, conditioning: Conditioning, modulation: Modulation
+    ) -> torch.Tensor:
+        rows = hidden_states.shape[0]
+        (noise_pred,) = await self._call(
+            "dit",
+            {
+                "hidden_states": hidden_states,
+                "encoder_hidden_states": conditioning.encoder_hidden_states,
+                "text_mask": conditioning.text_mask,
+                "position_ids": conditioning.position_ids,
+                "block_modulation": modulation.block.expand(rows, -1, -1, -1),
+                "final_modulation": modulation.final.expand(rows, -1),
+            },
+            ["noise_pred"],
+        )
+        return noise_pred
+
+    async def _call(
+        self, model: str, inputs: dict[str, torch.Tensor], outputs: list[str]
+    ) -> list[torch.Tensor]:
+        parent = current_request.get()
+        request = pb_utils.InferenceRequest(
+            model_name=model,
+            request_id=parent.request_id(),
+            trace=parent.trace(),
+            inputs=[
+                pb_utils.Tensor(name, tensor.contiguous().numpy())
+                for name, tensor in inputs.items()
+            ],
+            requested_output_names=outputs,
+        )
+        try:
+            response = await request.async_exec()
+        except pb_utils.TritonModelException as error:
+            raise _failure(model, None, str(error)) from None
+        if response.has_error():
+            error = response.error()
+            raise _failure(model, error.code(), error.message())
+        tensors = [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
+        # The arrays are views of the response's memory, which goes with it: copy.
+        return [torch.from_numpy(tensor.as_numpy().copy()) for tensor in tensors]
+
+
+def _failure(model: str, code: Any, message: str) -> GenerationError:
+    """Says in one line which engine failed, in the class that a client can act on."""
+    line = " ".join(message.split())
+    if code == pb_utils.TritonError.UNAVAILABLE or "not ready" in line or "is stopped" in line:
+        return Unavailable(f"the server is shutting down or {model!r} is not ready: {line}")
+    if code == pb_utils.TritonError.CANCELLED:
+        return Cancelled(line)
+    if code == pb_utils.TritonError.INVALID_ARG:
+        return InvalidGeneration(f"{model!r} refused its inputs: {line}")
+    return GenerationError(f"{model!r} failed: {line}")

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from qwen_image_client import Client, Protocol, ServerUnavailableError
+
+from .fake_server import FakeServer, free_ports
+
+
+def test_nothing_listens(protocol: Protocol) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with Client(address, protocol) as client:
+        begin = time.monotonic()
+        with pytest.raises(ServerUnavailableError) as caught:
+            client.generate("fox")
+        assert time.monotonic() - begin < 5.0
+        assert f"the server at {address}" in str(caught.value)
+        assert not client.server_ready()
+        with pytest.raises(ServerUnavailableError):
+            client.status()
+
+
+def test_killed_while_calls_wait_and_back_again(mortal_server: FakeServer, request_id: str) -> None:
+    urls = mortal_server.urls
+    with Client(urls["grpc"], "grpc") as grpc, Client(urls["http"], "http") as http:
+        handles = [grpc.submit("sleep 60"), http.submit("sleep 60", request_id=request_id)]
+        mortal_server.wait_for(request_id, "request")
+        time.sleep(0.2)
+        mortal_server.kill()
+        begin = time.monotonic()
+        for handle in handles:
+            with pytest.raises(ServerUnavailableError):
+                handle.result(timeout=10)
+        assert time.monotonic() - begin < 5.0
+        mortal_server.start()
+        for client in (grpc, http):
+            assert client.generate("fox", timeout=10).images
+
+
+def test_a_frozen_server_is_given_up(
+    mortal_server: FakeServer, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing closes the connection, as when a machine or its network dies."""
+    monkeypatch.setattr("qwen_image_client.async_client.PROBE_INTERVAL", 0.2)
+    monkeypatch.setattr("qwen_image_client.async_client.CALL_LIMIT", 0.5)
+    urls = mortal_server.urls
+    with Client(urls["grpc"], retries=0) as grpc, Client(urls["http"], "http", retries=0) as http:
+        assert grpc.submit("sleep 1").result(timeout=5)  # the checks do not disturb a live one
+        handles = [grpc.submit("sleep 60"), http.submit("sleep 60", request_id=request_id)]
+        mortal_server.wait_for(request_id, "request")
+        os.kill(mortal_server.process.pid, signal.SIGSTOP)
+        for handle in handles:
+            with pytest.raises(ServerUnavailableError, match=r"stopped answering$"):
+                handle.result(timeout=10)

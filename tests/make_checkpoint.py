@@ -1,0 +1,509 @@
+"""Makes a small random Qwen-Image checkpoint in diffusers layout.
+
+    python -m tests.make_checkpoint OUT [--blocks 2 --heads 4 --head-size 32 ...]
+
+The classes, file names and configs are those of the published checkpoints; only the sizes and the
+weights are not. Every tensor is drawn from its own generator, seeded by the checkpoint's seed and
+the tensor's name, and goes to disk shard by shard: a checkpoint of many gigabytes needs the memory
+of one shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from safetensors.torch import save_file
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+CACHE = Path(__file__).resolve().parent.parent / "artifacts" / "checkpoints"
+
+# What QwenImagePipeline puts before a prompt, and how many tokens of it the pipeline drops.
+TEMPLATE_PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+DROPPED_TOKENS = 34
+
+# Qwen2's added tokens in their order; the last eight are not "special" there.
+ADDED_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+NOT_SPECIAL = ADDED_TOKENS[14:]
+
+# Words that become one token besides those of the template. Everything else falls into pieces, so
+# that token counts vary as they do with the real tokenizer.
+WORDS = (
+    "assistant\n\n a an in on at with under over near from is are it its to for two three red blue "
+    " green yellow white black small big old new cat dog bird house tree city sea sky sun moon night"
+    " day street mountain river flower photo painting portrait light dark style high quality detail"
+    " man woman child car boat 的 一 一只 猫 狗 在 上 中 下 红色 蓝色 天空 城市 山 水 花 人 ， 。"
+)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Sizes of a checkpoint. The defaults give about 8 MB.
+
+    `rope_axes` are head dimensions (frame, height, width): even, their sum is `head_size`.
+    `default_sample_size` is in latent pixels (×8 for pixels). `max_shard_size` is in bytes.
+    """
+
+    blocks: int = 2
+    heads: int = 4
+    head_size: int = 32
+    rope_axes: tuple[int, int, int] = (8, 12, 12)
+    text_width: int = 96
+    text_layers: int = 2
+    text_heads: int = 4
+    text_kv_heads: int = 2
+    vae_width: int = 8
+    seed: int = 0
+    dtype: str = "float32"
+    max_shard_size: int = 256 * 2**20
+    default_sample_size: int = 32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope_axes", tuple(self.rope_axes))
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
+        for name, value in sizes.items():
+            if name != "seed" and value < 1:
+                raise ValueError(f"{name} is {value}, but it must be at least 1")
+        if len(self.rope_axes) != 3 or any(axis < 2 or axis % 2 for axis in self.rope_axes):
+            raise ValueError(f"rope_axes is {self.rope_axes}, but it must be three even numbers")
+        if sum(self.rope_axes) != self.head_size:
+            raise ValueError(
+                f"rope_axes add up to {sum(self.rope_axes)}, but they must add up to head_size "
+                f"({self.head_size})"
+            )
+        if self.text_heads % self.text_kv_heads:
+            raise ValueError(
+                f"text_heads is {self.text_heads}, but it must be a multiple of text_kv_heads "
+                f"({self.text_kv_heads})"
+            )
+        if self.text_width % (2 * self.text_heads) or self.text_width < 8 * self.text_heads:
+            raise ValueError(
+                f"text_width is {self.text_width}, but it must be an even multiple of text_heads "
+                f"({self.text_heads}) with at least 8 per head"
+            )
+        if self.vae_width % 2:
+            raise ValueError(f"vae_width is {self.vae_width}, but it must be even")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}, but it must be float32 or bfloat16")
+
+
+# ---------------------------------------------------------------------------------- tokenizer
+
+
+def byte_symbols(text: str) -> str:
+    """The text as byte-level BPE sees it: one printable symbol for each UTF-8 byte."""
+    pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return "".join(piece for piece, _ in pieces)
+
+
+def learn_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Merges that turn each word (in byte symbols) into one token.
+
+    Each word in turn is split by the merges so far, and its first two pieces are merged until one
+    is left. A merge added later has the lowest rank, so it cannot break a word learnt earlier.
+    """
+    ranks: dict[tuple[str, str], int] = {}
+    for word in words:
+        pieces = list(word)
+        while len(pieces) > 1:
+            pairs = list(zip(pieces, pieces[1:], strict=False))
+            known = [ranks[pair] for pair in pairs if pair in ranks]
+            if known:
+                best = min(known)
+                at = next(i for i, pair in enumerate(pairs) if ranks.get(pair) == best)
+            else:
+                at = 0
+                ranks[pairs[0]] = len(ranks)
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return list(ranks)
+
+
+def words_to_learn() -> list[str]:
+    """The template's words and `WORDS`, split as Qwen2 splits text, in byte symbols."""
+    split = Sequence(
+        [
+            Split(Regex(r"<\|\w+\|>"), behavior="removed"),
+            Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    words = [piece for piece, _ in split.pre_tokenize_str(TEMPLATE_PREFIX)]
+    words += [piece for piece, _ in split.pre_tokenize_str(WORDS)]
+    words += [byte_symbols(word) for word in WORDS.split() if not word.isascii()]
+    return list(dict.fromkeys(words))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes the five files of the published tokenizer folders."""
+    folder.mkdir(parents=True)
+    merges = learn_merges(words_to_learn())
+    symbols = sorted(ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
+    vocab = {symbol: i for i, symbol in enumerate(dict.fromkeys(symbols))}
+    added = {token: len(vocab) + i for i, token in enumerate(ADDED_TOKENS)}
+    special = [token for token in ADDED_TOKENS if token not in NOT_SPECIAL]
+
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    write_json(folder / "vocab.json", vocab)
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_json(folder / "added_tokens.json", added)
+    write_json(
+        folder / "special_tokens_map.json",
+        {
+            "additional_special_tokens": special[1:],
+            "eos_token": {"content": "<|im_end|>", **flags},
+            "pad_token": {"content": "<|endoftext|>", **flags},
+        },
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "added_tokens_decoder": {
+                str(i): {"content": token, **flags, "special": token in special}
+                for token, i in added.items()
+            },
+            "additional_special_tokens": special[1:],
+            "bos_token": None,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|im_end|>",
+            "errors": "replace",
+            "extra_special_tokens": {},
+            "model_max_length": 131072,
+            "pad_token": "<|endoftext|>",
+            "split_special_tokens": False,
+            "tokenizer_class": "Qwen2Tokenizer",
+            "unk_token": None,
+        },
+    )
+
+
+def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
+    """The tokenizer in `folder`, checked to split the template as the pipeline expects."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    count = len(tokenizer(TEMPLATE_PREFIX).input_ids)
+    if count != DROPPED_TOKENS:
+        raise AssertionError(f"the template is {count} tokens long instead of {DROPPED_TOKENS}")
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+def build_models(config: CheckpointConfig, tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    """The pipeline's three models with the real classes, without memory for their weights."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ADDED_TOKENS}
+    head = config.text_width // config.text_heads
+    # Of the frequency pairs of a head the real model gives 16, 24 and 24 of 64 to time, height
+    # and width.
+    time = max(head // 8, 1)
+    height = (head // 2 - time) // 2
+    text_config = {
+        # Rounded up, as the real table is longer than the vocabulary.
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": config.text_width,
+        "intermediate_size": 2 * config.text_width,
+        "num_hidden_layers": config.text_layers,
+        "num_attention_heads": config.text_heads,
+        "num_key_value_heads": config.text_kv_heads,
+        "max_position_embeddings": 128000,
+        "max_window_layers": config.text_layers,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [time, height, head // 2 - time - height],
+        },
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+    }
+    vision_config = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": config.text_width,
+        "fullatt_block_indexes": [0],
+    }
+    dtype = getattr(torch, config.dtype)
+    with torch.device("meta"):
+        return {
+            "text_encoder": Qwen2_5_VLForConditionalGeneration(
+                Qwen2_5_VLConfig(
+                    text_config=text_config,
+                    vision_config=vision_config,
+                    vision_start_token_id=ids["<|vision_start|>"],
+                    vision_end_token_id=ids["<|vision_end|>"],
+                    image_token_id=ids["<|image_pad|>"],
+                    video_token_id=ids["<|video_pad|>"],
+                    tie_word_embeddings=False,
+                )
+            ).to(dtype),
+            "transformer": QwenImageTransformer2DModel(
+                num_layers=config.blocks,
+                attention_head_dim=config.head_size,
+                num_attention_heads=config.heads,
+                joint_attention_dim=config.text_width,
+                axes_dims_rope=config.rope_axes,
+            ).to(dtype),
+            "vae": AutoencoderKLQwenImage(base_dim=config.vae_width).to(dtype),
+        }
+
+
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler of the published 20B checkpoints."""
+    return FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.5,
+        max_image_seq_len=8192,
+        max_shift=0.9,
+        num_train_timesteps=1000,
+        shift=1.0,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+        use_dynamic_shifting=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ weights
+
+# (component, pattern of the tensor's name, mean, gain). A vector is drawn with standard deviation
+# `gain`, a matrix with gain/√fan-in. The first match counts.
+GAINS: list[tuple[str, str, float, float]] = [
+    ("transformer", r"timestep_embedder\.linear_[12]\.weight", 0.0, 2.0),
+    ("transformer", r"_mod\.1\.weight|norm_out\.linear\.weight", 0.0, 1.0),
+    ("transformer", r"attn\.norm_(added_)?[qk]\.weight", 1.3, 0.2),
+    ("transformer", r"attn\.to_(add_)?out.*weight", 0.0, 1.5),
+    ("transformer", r"proj_out\.weight", 0.0, 2.0),
+    ("text_encoder", r"(o_proj|down_proj)\.weight", 0.0, 2.0),
+    ("vae", r"decoder\.conv_out\.weight", 0.0, 1.8),
+    ("vae", r"decoder.*\.bias$", 0.0, 0.1),
+    ("", r"(norm[^.]*|ln_q)\.(weight|gamma)$", 1.0, 0.2),
+    ("", r"\.bias$", 0.0, 0.2),
+    ("", r"", 0.0, 1.0),
+]
+MODULATION = (0.5, 0.5, 1.0)
+GATE = 0.7
+FINAL_MODULATION = (0.5, 0.5)
+TEXT_BIAS = 1.2
+VZ=1
+HP=1.
+
+
+def draw(component: str, name: str, shape: torch.Size, config: CheckpointConfig) -> torch.Tensor:
+    """One tensor of the checkpoint, FP32; depends on its name, its shape and the seed alone."""
+    digest = hashlib.sha256(f"{config.seed}/{component}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    tensor = torch.randn(shape, generator=generator)
+    mean, gain = next(
+        (mean, gain)
+        for owner, pattern, mean, gain in GAINS
+        if owner in ("", component) and re.search(pattern, name)
+    )
+    fan_in = tensor[0].numel() if tensor.ndim > 1 and "embed_tokens" not in name and "gamma" not in name else 1
+    if VZ and tensor.ndim == 5:
+        fan_in //= shape[2]
+        if "decoder" in name and "conv_in" not in name and "shortcut" not in name and "time" not in name:
+            tensor -= tensor.mean(dim=1, keepdim=True)
+            if "conv_out" in name:
+                tensor -= HP*tensor.mean(dim=(3,4), keepdim=True)
+    tensor.mul_(gain / fan_in**0.5).add_(mean)
+    if re.search(r"_mod\.1\.weight$", name):
+        for part, g in zip(tensor.chunk(6), MODULATION * 2, strict=True):
+            part.mul_(g)
+    elif re.search(r"_mod\.1\.bias$", name):
+        for part in tensor.chunk(6)[2::3]:
+            part.add_(GATE)
+    elif name == "norm_out.linear.weight":
+        for part, g in zip(tensor.chunk(2), FINAL_MODULATION, strict=True):
+            part.mul_(g)
+    elif re.search(r"attn\.(to_q|add_k_proj)\.bias$", name):
+        slow = [pair >= axis // 4 for axis in config.rope_axes for pair in range(axis // 2)]
+        slow_dims = torch.tensor(slow).repeat_interleave(2)
+        tensor.view(config.heads, config.head_size)[::2] += TEXT_BIAS * slow_dims
+    return tensor
+
+
+def disk_name(component: str, name: str) -> str:
+    """The published text encoders keep the names that transformers used before it nested them."""
+    if component == "text_encoder":
+        return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    return name
+
+
+def plan_shards(tensors: dict[str, torch.Tensor], max_shard_size: int) -> Iterator[list[str]]:
+    """The tensors' names in order, in groups of at most `max_shard_size` bytes where possible."""
+    shard: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > max_shard_size:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += tensor.nbytes
+    yield shard
+
+
+def write_weights(folder: Path, component: str, model: Any, config: CheckpointConfig) -> None:
+    """Writes the model's safetensors, one file or shards with an index, one shard in memory."""
+    tensors = model.state_dict()
+    stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+    shards = list(plan_shards(tensors, config.max_shard_size))
+    weight_map = {}
+    for i, names in enumerate(shards, start=1):
+        many = len(shards) > 1
+        file = f"{stem}-{i:05}-of-{len(shards):05}.safetensors" if many else f"{stem}.safetensors"
+        shard = {
+            disk_name(component, name): draw(component, name, tensors[name].shape, config).to(
+                tensors[name].dtype
+            )
+            for name in names
+        }
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        del shard
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / f"{stem}.safetensors.index.json", index)
+
+
+# ----------------------------------------------------------------------------------- the whole
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def make_checkpoint(out: Path, **config: Any) -> Path:
+    """Writes a checkpoint to the new or empty folder `out`; `config` as in `CheckpointConfig`.
+
+    Raises ValueError for an impossible config and FileExistsError if `out` holds files.
+    """
+    settings = CheckpointConfig(**config)
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder")
+    out.mkdir(parents=True, exist_ok=True)
+
+    write_tokenizer(out / "tokenizer")
+    tokenizer = load_tokenizer(out / "tokenizer")
+    models = build_models(settings, tokenizer)
+    for component, model in models.items():
+        model.save_config(out / component) if component != "text_encoder" else None
+    text_encoder = models["text_encoder"]
+    text_encoder.config.architectures = [type(text_encoder).__name__]
+    text_encoder.config.dtype = getattr(torch, settings.dtype)
+    text_encoder.config.save_pretrained(out / "text_encoder")
+    text_encoder.generation_config.save_pretrained(out / "text_encoder")
+    for component, model in models.items():
+        write_weights(out / component, component, model, settings)
+    pipeline = QwenImagePipeline(scheduler=scheduler(), tokenizer=tokenizer, **models)
+    pipeline.scheduler.save_pretrained(out / "scheduler")
+    pipeline.save_config(out)
+    index = json.loads((out / "model_index.json").read_text())
+    index["_default_sample_size"] = settings.default_sample_size
+    write_json(out / "model_index.json", index)
+    return out
+
+
+def cached_checkpoint(**config: Any) -> Path:
+    """The checkpoint of this config under artifacts/checkpoints, made if it is not there yet.
+
+    The name holds a hash of the config and of this file. Safe for concurrent callers: each writes
+    its own temporary folder, and the first to rename it wins.
+    """
+    settings = CheckpointConfig(**config)
+    key = json.dumps(asdict(settings), sort_keys=True).encode() + Path(__file__).read_bytes()
+    target = CACHE / hashlib.sha256(key).hexdigest()[:16]
+    if target.exists():
+        return target
+    CACHE.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=CACHE))
+    try:
+        make_checkpoint(temporary, **config)
+        os.chmod(temporary, 0o755)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def axes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.make_checkpoint", description=__doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    for field in fields(CheckpointConfig):
+        kind: Any = {"int": int, "str": str}.get(str(field.type), axes)
+        flag = "--" + field.name.replace("_", "-")
+        default = field.default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        parser.add_argument(flag, type=kind, default=default, help=f"default {shown}")
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    try:
+        make_checkpoint(out, **options)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
