@@ -11,7 +11,7 @@ from export.checkpoint import Checkpoint, CheckpointError
 from export.engines import Engine, engines
 from export.graph import ExportError
 from export.verify import verify_engine
-from export.write import DATA, Progress, write_engine
+from export.write import DATA, MODEL, Progress, write_engine
 
 __all__ = ["Checkpoint", "CheckpointError", "ExportError", "Progress", "export_checkpoint"]
 
@@ -63,8 +63,8 @@ def entry(engine: Engine, verified: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "precision": "fp32",
-        "artifact": "model.onnx",
-        "files": ["model.onnx", DATA],
+        "artifact": MODEL,
+        "files": [MODEL, DATA],
         "inputs": borders(engine.inputs),
         "outputs": borders(engine.outputs),
         "verified": verified,

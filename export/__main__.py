@@ -29,8 +29,12 @@ class Bar:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m export", description="Checkpoint → ONNX engines")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers checkpoint folder")
+    parser = argparse.ArgumentParser(
+        prog="python -m export", description="Checkpoint → ONNX engines"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="diffusers checkpoint folder"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for the engines")
     parser.add_argument(
         "--verify",

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-import torch
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLDecoderLayer,
-    Qwen2_5_VLRotaryEmbedding,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 from export import parts
 from export.checkpoint import Checkpoint
@@ -54,6 +50,11 @@ class Engine:
             return f"{self.blocks_prefix}.{stage.split('.')[1]}.{parameter.removeprefix('block.')}"
         return parameter
 
+    def value_name(self, stage: str, output: str) -> str:
+        """The graph's name of a stage's output."""
+        border = any(tensor.name == output for tensor in self.outputs)
+        return output if border and output != self.collected else f"{stage}.{output}"
+
 
 def engines(checkpoint: Checkpoint) -> list[Engine]:
     return [build(checkpoint) for build in (text_encoder, modulation, dit, vae_decoder)]
@@ -62,16 +63,11 @@ def engines(checkpoint: Checkpoint) -> list[Engine]:
 def text_encoder(checkpoint: Checkpoint) -> Engine:
     model, config = checkpoint.language_model, checkpoint.text_config
     width, heads = config.hidden_size, config.num_attention_heads
-    eager = type(config).from_dict(config.to_dict())
-    eager._attn_implementation = "eager"
     frequencies = Qwen2_5_VLRotaryEmbedding(config).inv_freq
-    with torch.device("meta"):
-        layer = Qwen2_5_VLDecoderLayer(eager, 0)
 
     input_ids = Tensor("input_ids", INT64, ("batch", "tokens"))
     hidden = Tensor("hidden", FLOAT, ("batch", "tokens", width))
     shared = (
-        Tensor("key_bias", FLOAT, (1, 1, "tokens", "tokens")),
         Tensor("cos", FLOAT, (1, "tokens", width // heads)),
         Tensor("sin", FLOAT, (1, "tokens", width // heads)),
     )
@@ -83,9 +79,9 @@ def text_encoder(checkpoint: Checkpoint) -> Engine:
         prologue=Part(
             parts.TextPrologue(model, frequencies),
             (input_ids,),
-            ("hidden", "key_bias", "cos", "sin"),
+            ("hidden", "cos", "sin"),
         ),
-        block=Part(parts.TextBlock(layer), (hidden, *shared), ("hidden",)),
+        block=Part(parts.TextBlock(model.layers[0]), (hidden, *shared), ("hidden",)),
         epilogue=Part(
             parts.TextEpilogue(model, checkpoint.dropped_tokens), (hidden,), ("hidden_states",)
         ),
@@ -113,9 +109,7 @@ def modulation(checkpoint: Checkpoint) -> Engine:
             (embedding,),
             ("block_modulation",),
         ),
-        epilogue=Part(
-            parts.ModulationEpilogue(model), (embedding,), ("final_modulation",)
-        ),
+        epilogue=Part(parts.ModulationEpilogue(model), (embedding,), ("final_modulation",)),
         blocks=blocks,
         blocks_prefix="transformer_blocks",
         collected="block_modulation",
@@ -127,7 +121,9 @@ def dit(checkpoint: Checkpoint) -> Engine:
     config, width, blocks = model.config, model.inner_dim, model.config.num_layers
     inputs = (
         Tensor("hidden_states", FLOAT, ("batch", "image_tokens", config.in_channels)),
-        Tensor("encoder_hidden_states", FLOAT, ("batch", "text_tokens", config.joint_attention_dim)),
+        Tensor(
+            "encoder_hidden_states", FLOAT, ("batch", "text_tokens", config.joint_attention_dim)
+        ),
         Tensor("text_mask", BOOL, ("batch", "text_tokens")),
         Tensor("position_ids", INT32, ("batch", "all_tokens", 3)),
         Tensor("block_modulation", FLOAT, ("batch", blocks, 2, 6 * width)),
@@ -138,9 +134,9 @@ def dit(checkpoint: Checkpoint) -> Engine:
     block_inputs = (
         image,
         Tensor("text", FLOAT, ("batch", "text_tokens", width)),
-        Tensor("key_bias", FLOAT, ("batch", 1, 1, "all_tokens")),
-        Tensor("cos", FLOAT, ("batch", "all_tokens", 1, half)),
-        Tensor("sin", FLOAT, ("batch", "all_tokens", 1, half)),
+        Tensor("bias", FLOAT, ("batch", 1, "all_tokens", "all_tokens")),
+        Tensor("cos", FLOAT, ("batch", "all_tokens", half)),
+        Tensor("sin", FLOAT, ("batch", "all_tokens", half)),
         inputs[4],
         Tensor("index", INT64, (1,)),
     )
@@ -151,11 +147,9 @@ def dit(checkpoint: Checkpoint) -> Engine:
         inputs=inputs,
         outputs=(Tensor("noise_pred", FLOAT, ("batch", "image_tokens", out_channels)),),
         prologue=Part(
-            parts.DitPrologue(model), inputs[:4], ("image", "text", "key_bias", "cos", "sin")
+            parts.DitPrologue(model), inputs[:4], ("image", "text", "bias", "cos", "sin")
         ),
-        block=Part(
-            parts.DitBlock(model.transformer_blocks[0]), block_inputs, ("image", "text")
-        ),
+        block=Part(parts.DitBlock(model.transformer_blocks[0]), block_inputs, ("image", "text")),
         epilogue=Part(parts.DitEpilogue(model), (image, inputs[5]), ("noise_pred",)),
         blocks=blocks,
         blocks_prefix="transformer_blocks",

@@ -6,12 +6,8 @@ them, the optimizer cannot fold them into anything, and a copy of the part takes
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +17,12 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript import optimizer
 from torch import nn
 
-# FP8 and NVFP4 quantization of the graphs work at opsets 20 to 23.
-OPSET = 20
+from export.quiet import quiet
+from export.stored import first_line
+
+# The first with Attention, RotaryEmbedding and RMSNormalization, and the last that TensorRT's FP8
+# and NVFP4 forms are known to work with (they begin at 20).
+OPSET = 23
 # What a named dimension measures in the example inputs: any distinct numbers above 1, since the
 # exporter takes a dimension of size 1 for a constant.
 EXAMPLE_SIZES = {
@@ -93,7 +93,11 @@ def trace(part: Part) -> TracedPart:
         sizes = [EXAMPLE_SIZES[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
         examples.append(torch.zeros(sizes, dtype=TORCH_TYPES[tensor.dtype]))
         # DYNAMIC: may depend on another dimension, may not become a constant.
-        names = {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(tensor.shape) if isinstance(dim, str)}
+        names = {
+            i: torch.export.Dim.DYNAMIC
+            for i, dim in enumerate(tensor.shape)
+            if isinstance(dim, str)
+        }
         dynamic.append(names)
     try:
         with quiet(), torch.no_grad():
@@ -107,8 +111,8 @@ def trace(part: Part) -> TracedPart:
                 verbose=False,
             )
     except Exception as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ExportError(f"{kind} cannot be traced: {cause}") from error
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise ExportError(f"{kind} cannot be traced: {first_line(cause)}") from error
     model = program.model
     graph = model.graph
     placeholders = [graph.initializers.pop(name) for name in weights]
@@ -142,7 +146,9 @@ class GraphBuilder:
 
     def __post_init__(self) -> None:
         self.borders = [tensor.value() for tensor in self.inputs]
-        self.values |= {tensor.name: value for tensor, value in zip(self.inputs, self.borders, strict=True)}
+        self.values |= {
+            tensor.name: value for tensor, value in zip(self.inputs, self.borders, strict=True)
+        }
 
     def constant(self, name: str, tensor: Any) -> ir.Value:
         """The initializer of this name; made on first use."""
@@ -161,11 +167,18 @@ class GraphBuilder:
         for value, name in zip(graph.inputs, part.inputs + part.weights, strict=True):
             known[value] = weights[name] if name in weights else self.values[name]
         for name, value in graph.initializers.items():
-            known[value] = self.constant(f"{stage.split('.')[0]}.constant.{name}", value.const_value)
-        outputs = {value: f"{stage}.{name}" for value, name in zip(graph.outputs, part.outputs, strict=True)}
+            known[value] = self.constant(
+                f"{stage.split('.')[0]}.constant.{name}", value.const_value
+            )
+        outputs = {
+            value: f"{stage}.{name}"
+            for value, name in zip(graph.outputs, part.outputs, strict=True)
+        }
         for node in graph:
             for value in node.outputs:
-                known[value] = ir.Value(name=outputs.get(value, f"{stage}.{value.name}"), type=value.type)
+                known[value] = ir.Value(
+                    name=outputs.get(value, f"{stage}.{value.name}"), type=value.type
+                )
             self.nodes.append(
                 ir.Node(
                     node.domain,
@@ -189,7 +202,11 @@ class GraphBuilder:
         borders = []
         for tensor in outputs:
             value = self.values[tensor.name]
-            value.name, value.type, value.shape = tensor.name, ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+            value.name, value.type, value.shape = (
+                tensor.name,
+                ir.TensorType(tensor.dtype),
+                ir.Shape(tensor.shape),
+            )
             borders.append(value)
         graph = ir.Graph(
             self.borders,
@@ -200,16 +217,3 @@ class GraphBuilder:
             name=self.name,
         )
         return ir.Model(graph, ir_version=10, producer_name="qwen-image-triton")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the exporter's prints, warnings and log lines (optional packages, internals) away."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)

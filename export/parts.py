@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,39 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
     QwenImageResample,
     QwenImageRMS_norm,
 )
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.onnx.ops import attention, rotary_embedding
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 
 # float16's lowest value: after softmax exactly 0 in every precision, and never inf − inf.
 MASKED = -65504.0
 ROPE_THETA = 10000  # QwenImageTransformer2DModel has it as a literal
+
+
+class RmsNorm(nn.Module):
+    """diffusers' and transformers' RMS norms (FP32 inside), as one ONNX operator."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (len(self.weight),), self.weight, self.eps)
+
+
+def rebuilt(module: Any, replace: dict[type, Callable[[Any], nn.Module]]) -> Any:
+    """A copy of a module that shares its parameters, with some types of submodules replaced."""
+    if type(module) in replace:
+        return replace[type(module)](module)
+    result = copy.copy(module)
+    result._modules = {
+        name: None if child is None else rebuilt(child, replace)
+        for name, child in module._modules.items()
+    }
+    return result
 
 
 # ---------------------------------------------------------------------- dit
@@ -34,7 +63,11 @@ class DitPrologue(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.img_in, self.txt_norm, self.txt_in = model.img_in, model.txt_norm, model.txt_in
+        self.img_in, self.txt_norm, self.txt_in = (
+            model.img_in,
+            RmsNorm(model.txt_norm),
+            model.txt_in,
+        )
         for axis, dim in enumerate(model.config.axes_dims_rope):
             exponent = torch.arange(0, dim, 2).to(torch.float32).div(dim)
             self.register_buffer(f"frequencies_{axis}", 1.0 / torch.pow(ROPE_THETA, exponent))
@@ -50,12 +83,14 @@ class DitPrologue(nn.Module):
         text = self.txt_in(self.txt_norm(encoder_hidden_states))
         image_mask = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
         keys = torch.cat([text_mask, image_mask], dim=1)
-        key_bias = torch.where(keys, 0.0, MASKED)[:, None, None]  # [B, 1, 1, S]
+        # Attention may broadcast its mask over the queries, but ONNX Runtime's does not.
+        bias = torch.where(keys, 0.0, MASKED)[:, None, None].expand(-1, -1, keys.shape[1], -1)
         positions = position_ids.to(torch.float32)
         angles = torch.cat(
-            [positions[..., i : i + 1] * getattr(self, f"frequencies_{i}") for i in range(3)], dim=-1
-        )[:, :, None]  # [B, S, 1, D/2]
-        return image, text, key_bias, angles.cos(), angles.sin()
+            [positions[..., i : i + 1] * getattr(self, f"frequencies_{i}") for i in range(3)],
+            dim=-1,
+        )  # [B, S, D/2]
+        return image, text, bias, angles.cos(), angles.sin()
 
 
 class PickModulation(nn.Module):
@@ -70,39 +105,46 @@ class PickModulation(nn.Module):
 
 
 class JointAttention:
-    """QwenDoubleStreamAttnProcessor2_0 in real arithmetic, with the mask as an additive bias."""
+    """QwenDoubleStreamAttnProcessor2_0 in real arithmetic, with ONNX's own operators."""
 
     def __call__(
         self,
         attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_hidden_states_mask: Tensor,  # here the key bias [B, 1, 1, S]
-        image_rotary_emb: tuple[Tensor, Tensor],
+        hidden_states: Tensor,  # the image, [B, L, d]
+        encoder_hidden_states: Tensor,  # the text, [B, T, d]
+        encoder_hidden_states_mask: Tensor,  # here the attention bias [B, 1, S, S]
+        image_rotary_emb: tuple[Tensor, Tensor],  # cos and sin [B, S, D/2]
         attention_mask: None = None,
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = image_rotary_emb
-        head_size = attn.inner_dim // attn.heads
+        image, text, heads = hidden_states, encoder_hidden_states, attn.heads
 
-        def heads(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (attn.heads, head_size))
+        def normed(norm: Any, x: Tensor) -> Tensor:  # each head apart
+            return norm(x.unflatten(-1, (heads, -1))).flatten(-2)
 
         def rotate(x: Tensor) -> Tensor:  # adjacent pairs are the complex numbers
-            real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-            pairs = [real * cos - imaginary * sin, real * sin + imaginary * cos]
-            return torch.stack(pairs, dim=-1).flatten(-2)
+            return rotary_embedding(x, *image_rotary_emb, interleaved=True, num_heads=heads)
 
-        image, text = hidden_states, encoder_hidden_states
-        query = torch.cat(
-            [attn.norm_added_q(heads(attn.add_q_proj(text))), attn.norm_q(heads(attn.to_q(image)))], 1
+        query = rotate(
+            torch.cat(
+                [
+                    normed(attn.norm_added_q, attn.add_q_proj(text)),
+                    normed(attn.norm_q, attn.to_q(image)),
+                ],
+                dim=1,
+            )
         )
-        key = torch.cat(
-            [attn.norm_added_k(heads(attn.add_k_proj(text))), attn.norm_k(heads(attn.to_k(image)))], 1
+        key = rotate(
+            torch.cat(
+                [
+                    normed(attn.norm_added_k, attn.add_k_proj(text)),
+                    normed(attn.norm_k, attn.to_k(image)),
+                ],
+                dim=1,
+            )
         )
-        value = torch.cat([heads(attn.add_v_proj(text)), heads(attn.to_v(image))], dim=1)
-        query = rotate(query) * head_size**-0.5
-        scores = query.transpose(1, 2) @ rotate(key).permute(0, 2, 3, 1) + encoder_hidden_states_mask
-        joint = (scores.softmax(dim=-1) @ value.transpose(1, 2)).transpose(1, 2).flatten(2)
+        value = torch.cat([attn.add_v_proj(text), attn.to_v(image)], dim=1)
+        bias = encoder_hidden_states_mask
+        joint = attention(query, key, value, bias, q_num_heads=heads, kv_num_heads=heads)[0]
         text_out, image_out = joint.split([text.shape[1], image.shape[1]], dim=1)
         return attn.to_out[0](image_out), attn.to_add_out(text_out)
 
@@ -112,24 +154,22 @@ class DitBlock(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.block = copy.copy(block)  # shallow, with its own table of submodules
-        self.block._modules = dict(block._modules)
+        self.block = rebuilt(block, {RMSNorm: RmsNorm})
         self.block.img_mod, self.block.txt_mod = PickModulation(0), PickModulation(1)
-        self.block.attn = copy.copy(block.attn)
         self.block.attn.processor = JointAttention()
 
     def forward(
         self,
         image: Tensor,  # [B, L, d]
         text: Tensor,  # [B, T, d]
-        key_bias: Tensor,
-        cos: Tensor,
+        bias: Tensor,  # [B, 1, S, S]
+        cos: Tensor,  # [B, S, D/2]
         sin: Tensor,
         block_modulation: Tensor,  # [B, N, 2, 6d]
         index: Tensor,  # INT64 [1]
     ) -> tuple[Tensor, Tensor]:
         modulation = block_modulation.index_select(1, index).squeeze(1)
-        text, image = self.block(image, text, key_bias, modulation, (cos, sin))
+        text, image = self.block(image, text, bias, modulation, (cos, sin))
         return image, text
 
 
@@ -138,8 +178,7 @@ class DitEpilogue(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.norm_out = copy.copy(model.norm_out)
-        self.norm_out._modules = dict(model.norm_out._modules)
+        self.norm_out = rebuilt(model.norm_out, {})
         self.norm_out.silu, self.norm_out.linear = nn.Identity(), nn.Identity()
         self.proj_out = model.proj_out
 
@@ -178,7 +217,9 @@ class ModulationBlock(nn.Module):
         self.block.img_mod, self.block.txt_mod = block.img_mod, block.txt_mod
 
     def forward(self, embedding: Tensor) -> Tensor:  # [B, d] → [B, 1, 2, 6d]
-        return torch.stack([self.block.img_mod(embedding), self.block.txt_mod(embedding)], 1)[:, None]
+        return torch.stack([self.block.img_mod(embedding), self.block.txt_mod(embedding)], 1)[
+            :, None
+        ]
 
 
 class ModulationEpilogue(nn.Module):
@@ -204,27 +245,27 @@ class TextPrologue(nn.Module):
         self.register_buffer("frequencies", frequencies)
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:  # INT64 [B, S]
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        causal = position[:, None] >= position[None, :]
-        key_bias = torch.where(causal, 0.0, MASKED)[None, None]  # [1, 1, S, S]
-        angles = position.to(torch.float32)[None, :, None] * self.frequencies
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        angles = positions.to(torch.float32)[None, :, None] * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)  # [1, S, D]
-        return self.embed_tokens(input_ids), key_bias, angles.cos(), angles.sin()
+        return self.embed_tokens(input_ids), angles.cos(), angles.sin()
 
 
 class TextBlock(nn.Module):
+    """A decoder layer; without a mask its attention is causal, so right padding needs none."""
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.block = layer
+        self.block = rebuilt(layer, {Qwen2_5_VLRMSNorm: RmsNorm})
 
-    def forward(self, hidden: Tensor, key_bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.block(hidden, attention_mask=key_bias, position_embeddings=(cos, sin))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.block(hidden, attention_mask=None, position_embeddings=(cos, sin))
 
 
 class TextEpilogue(nn.Module):
     def __init__(self, model: Any, dropped_tokens: int) -> None:
         super().__init__()
-        self.norm = model.norm
+        self.norm = RmsNorm(model.norm)
         self.dropped_tokens = dropped_tokens
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -267,7 +308,10 @@ class PixelResample(nn.Module):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self.resample = module.resample
+        upsample, conv = module.resample
+        # At factor 2 "nearest" is "nearest-exact", but exports as one Resize instead of a gather.
+        assert upsample.scale_factor == (2.0, 2.0) and upsample.mode == "nearest-exact"
+        self.resample = nn.Sequential(nn.Upsample(scale_factor=2.0, mode="nearest"), conv)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.resample(x)
@@ -278,8 +322,8 @@ class VaeDecoder(nn.Module):
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
-        self.post_quant_conv = single_frame(vae.post_quant_conv)
-        self.decoder = single_frame(vae.decoder)
+        self.post_quant_conv = rebuilt(vae.post_quant_conv, SINGLE_FRAME)
+        self.decoder = rebuilt(vae.decoder, SINGLE_FRAME)
 
     def forward(self, latents: Tensor) -> Tensor:  # [B, z, h, w] → UINT8 [B, 8h, 8w, 3]
         image = self.decoder(self.post_quant_conv(latents))
@@ -287,25 +331,16 @@ class VaeDecoder(nn.Module):
         return pixels.round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def single_frame(module: Any) -> Any:
-    """A copy of a stock VAE module that takes [B, C, h, w] instead of [B, C, 1, h, w]."""
-    if isinstance(module, QwenImageCausalConv3d):
-        left, _, top, _, _, _ = module._padding
-        return nn.Conv2d(
-            module.in_channels,
-            module.out_channels,
-            module.kernel_size[1:],
-            padding=(top, left),
-            device="meta",
-        )
-    if isinstance(module, QwenImageRMS_norm):
-        return PixelNorm(module)
-    if isinstance(module, QwenImageAttentionBlock):
-        return PixelAttention(module)
-    if isinstance(module, QwenImageResample):
-        return PixelResample(module)
-    result = copy.copy(module)
-    result._modules = {
-        name: child if child is None else single_frame(child) for name, child in module._modules.items()
-    }
-    return result
+def pixel_convolution(conv: Any) -> nn.Conv2d:
+    left, _, top, _, _, _ = conv._padding
+    sizes = (conv.in_channels, conv.out_channels, conv.kernel_size[1:])
+    return nn.Conv2d(*sizes, padding=(top, left), device="meta")
+
+
+# Stock modules that take [B, C, 1, h, w] → the same for [B, C, h, w].
+SINGLE_FRAME: dict[type, Callable[[Any], nn.Module]] = {
+    QwenImageCausalConv3d: pixel_convolution,
+    QwenImageRMS_norm: PixelNorm,
+    QwenImageAttentionBlock: PixelAttention,
+    QwenImageResample: PixelResample,
+}

@@ -2,6 +2,10 @@
 
 Their weights are loaded when a submodule runs and dropped when it has run, so that a model of any
 size needs the memory of its largest layer.
+
+A reference has `cases` (inputs of the engine's graph), `whole()` (the engine's outputs for each
+case, from the whole stock model) and, for engines with blocks, `stages()` (the same block by
+block). The cases differ in one kind of dimension at a time, so that a failing one points at it.
 """
 
 from __future__ import annotations
@@ -18,18 +22,25 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
-from export.checkpoint import Checkpoint, StoredTensor
+from export.checkpoint import Checkpoint
+from export.parts import MASKED, ROPE_THETA
+from export.stored import StoredTensor
 
 Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one part of an engine has to compute: inputs and outputs by the part's own names."""
+    """What one stage of an engine has to compute: inputs and outputs by its part's names, one
+    entry a case."""
 
     name: str
-    inputs: list[Values]  # one a case
+    inputs: list[Values]
     outputs: list[Values]
+
+
+def joined(left: list[Values], right: list[Values]) -> list[Values]:
+    return [a | b for a, b in zip(left, right, strict=True)]
 
 
 def streamed(module: nn.Module, tensors: dict[str, StoredTensor]) -> Any:
@@ -41,11 +52,11 @@ def streamed(module: nn.Module, tensors: dict[str, StoredTensor]) -> Any:
             child._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
     def drop(names: dict[str, str], child: nn.Module, args: Any, result: Any) -> None:
-        for attribute in names:
-            empty = torch.empty_like(child._parameters[attribute], device="meta")
+        for attribute, name in names.items():
+            empty = torch.empty(tensors[name].shape, device="meta")
             child._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
 
-    module = copy.deepcopy(module).eval()
+    module = copy.deepcopy(module)
     for prefix, child in module.named_modules():
         names = {
             attribute: f"{prefix}.{attribute}" if prefix else attribute
@@ -59,207 +70,170 @@ def streamed(module: nn.Module, tensors: dict[str, StoredTensor]) -> Any:
 
 
 class TextEncoderReference:
+    SIZES = ((2, 7), (1, 7), (2, 12), (3, 1))  # batch, tokens after the dropped ones
+
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.config = checkpoint.text_config
+        config = checkpoint.text_config
         self.dropped = checkpoint.dropped_tokens
         self.model = streamed(checkpoint.language_model, checkpoint.tensors["text_encoder"])
-        self.model.rotary_emb = Qwen2_5_VLRotaryEmbedding(self.config)
+        self.model.rotary_emb = Qwen2_5_VLRotaryEmbedding(config)
         generator = torch.Generator().manual_seed(0)
-        self.cases: list[Values] = [
-            {
-                "input_ids": torch.randint(
-                    self.config.vocab_size, (batch, self.dropped + tokens), generator=generator
-                )
-            }
-            for batch, tokens in [(2, 7), (1, 7), (2, 12), (3, 1)]
-        ]
+        self.cases: list[Values] = []
+        for batch, tokens in self.SIZES:
+            size = (batch, self.dropped + tokens)
+            ids = torch.randint(config.vocab_size, size, generator=generator)
+            self.cases.append({"input_ids": ids})
 
     def whole(self) -> list[Values]:
-        return [
-            {"hidden_states": self.model(**case).last_hidden_state[:, self.dropped :]}
-            for case in self.cases
-        ]
+        states = [self.model(**case).last_hidden_state for case in self.cases]
+        return [{"hidden_states": state[:, self.dropped :]} for state in states]
 
     def stages(self) -> Iterator[Stage]:
-        states, shared = [], []
+        states = [{"hidden": self.model.embed_tokens(case["input_ids"])} for case in self.cases]
+        angles = []
         for case in self.cases:
-            hidden = self.model.embed_tokens(case["input_ids"])
-            length = hidden.shape[1]
-            positions = torch.arange(length).view(1, 1, -1).expand(3, hidden.shape[0], -1)
-            cos, sin = self.model.rotary_emb(hidden, positions)
-            causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-            states.append(hidden)
-            shared.append((cos, sin, causal))
-        yield Stage("prologue", self.cases, [{"hidden": hidden} for hidden in states])
+            positions = torch.arange(case["input_ids"].shape[1]).view(1, 1, -1)
+            cos, sin = self.model.rotary_emb(torch.empty(0), positions)
+            angles.append({"cos": cos, "sin": sin})
+        yield Stage("prologue", self.cases, joined(states, angles))
         for i, layer in enumerate(self.model.layers):
-            after = [
-                layer(hidden, attention_mask=causal, position_embeddings=(cos, sin))
-                for hidden, (cos, sin, causal) in zip(states, shared, strict=True)
+            inputs = joined(states, angles)
+            states = [
+                {"hidden": layer(x["hidden"], position_embeddings=(x["cos"], x["sin"]))}
+                for x in inputs
             ]
-            inputs = [
-                {
-                    "hidden": hidden,
-                    "cos": cos[:1],
-                    "sin": sin[:1],
-                    "key_bias": torch.where(causal, 0.0, torch.finfo(torch.float32).min),
-                }
-                for hidden, (cos, sin, causal) in zip(states, shared, strict=True)
-            ]
-            yield Stage(f"block.{i}", inputs, [{"hidden": hidden} for hidden in after])
-            states = after
-        yield Stage(
-            "epilogue",
-            [{"hidden": hidden} for hidden in states],
-            [{"hidden_states": self.model.norm(hidden)[:, self.dropped :]} for hidden in states],
-        )
+            yield Stage(f"block.{i}", inputs, states)
+        final = [self.model.norm(state["hidden"])[:, self.dropped :] for state in states]
+        yield Stage("epilogue", states, [{"hidden_states": value} for value in final])
 
 
 class ModulationReference:
+    SIGMAS = ((0.7, 0.02), (1.0,), (0.0, 0.9897, 0.4311))
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.model = streamed(checkpoint.transformer, checkpoint.tensors["transformer"])
         self.cases: list[Values] = [
-            {"timestep": torch.tensor(sigmas).view(-1, 1)}
-            for sigmas in ([0.7, 0.02], [1.0], [0.0, 0.9897, 0.4311])
+            {"timestep": torch.tensor(sigmas)[:, None]} for sigmas in self.SIGMAS
         ]
 
     def whole(self) -> list[Values]:
         return [modulate(self.model, case["timestep"]) for case in self.cases]
 
     def stages(self) -> Iterator[Stage]:
-        model = self.model
-        states = [embed_time(model, case["timestep"]) for case in self.cases]
-        inputs = [{"embedding": state} for state in states]
-        yield Stage("prologue", self.cases, inputs)
-        for i, block in enumerate(model.transformer_blocks):
-            rows = [torch.stack([block.img_mod(s), block.txt_mod(s)], 1)[:, None] for s in states]
-            yield Stage(f"block.{i}", inputs, [{"block_modulation": row} for row in rows])
-        final = [model.norm_out.linear(model.norm_out.silu(state)) for state in states]
-        yield Stage("epilogue", inputs, [{"final_modulation": value} for value in final])
+        states = [{"embedding": embed_time(self.model, case["timestep"])} for case in self.cases]
+        yield Stage("prologue", self.cases, states)
+        rows: list[list[Tensor]] = [[] for _ in states]
+        for i, block in enumerate(self.model.transformer_blocks):
+            for state, done in zip(states, rows, strict=True):
+                done.append(modulate_block(block, state["embedding"])[:, None])
+            yield Stage(f"block.{i}", states, [{"block_modulation": done[-1]} for done in rows])
+        final = [
+            self.model.norm_out.linear(self.model.norm_out.silu(s["embedding"])) for s in states
+        ]
+        yield Stage("epilogue", states, [{"final_modulation": value} for value in final])
 
 
 def embed_time(model: Any, timestep: Tensor) -> Tensor:  # [B, 1] → [B, d]
     return model.time_text_embed(timestep[:, 0], torch.empty(0, dtype=torch.float32))
 
 
+def modulate_block(block: Any, embedding: Tensor) -> Tensor:  # [B, d] → [B, 2, 6d]
+    return torch.stack([block.img_mod(embedding), block.txt_mod(embedding)], dim=1)
+
+
 def modulate(model: Any, timestep: Tensor) -> Values:
-    """What the modulation engine computes, by the unsplit model's modules."""
+    """The modulation engine's outputs, from the unsplit model's own modules; timestep [B, 1]."""
     embedding = embed_time(model, timestep)
-    rows = [
-        torch.stack([block.img_mod(embedding), block.txt_mod(embedding)], 1)
-        for block in model.transformer_blocks
-    ]
+    rows = [modulate_block(block, embedding) for block in model.transformer_blocks]
     final = model.norm_out.linear(model.norm_out.silu(embedding))
-    return {"block_modulation": torch.stack(rows, 1), "final_modulation": final}
+    return {"block_modulation": torch.stack(rows, dim=1), "final_modulation": final}
 
 
 class DitReference:
-    # (batch, text tokens, tokens down, tokens across); valid text tokens a row
+    # batch, text tokens, image tokens down and across; valid text tokens of each row
     SIZES = (
-        ((2, 7, 3, 5), (7, 4)),
-        ((1, 7, 3, 5), (6,)),
-        ((2, 2, 3, 5), (1, 2)),
-        ((3, 5, 2, 8), (5, 1, 3)),
+        (2, 7, 3, 5, (7, 4)),
+        (1, 7, 3, 5, (6,)),
+        (2, 2, 3, 5, (1, 2)),
+        (2, 7, 4, 2, (5, 7)),
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.transformer.config
         self.model = streamed(checkpoint.transformer, checkpoint.tensors["transformer"])
-        self.model.pos_embed = QwenEmbedRope(10000, list(config.axes_dims_rope), scale_rope=True)
+        self.model.pos_embed = QwenEmbedRope(
+            ROPE_THETA, list(config.axes_dims_rope), scale_rope=True
+        )
         generator = torch.Generator().manual_seed(0)
-        rows = sum(size[0] for size, _ in self.SIZES)
-        self.timesteps = torch.rand(rows, 1, generator=generator)
-        modulation = modulate(self.model, self.timesteps)
+        batches = [size[0] for size in self.SIZES]
+        timesteps = torch.rand(sum(batches), 1, generator=generator)
+        modulation = {k: v.split(batches) for k, v in modulate(self.model, timesteps).items()}
+        self.timesteps = timesteps.split(batches)
         self.cases: list[Values] = []
-        self.timesteps_of: list[Tensor] = []
-        for (batch, tokens, height, width), valid in self.SIZES:
-            start = sum(len(case["text_mask"]) for case in self.cases)
-            rows_of = slice(start, start + batch)
-            self.timesteps_of.append(self.timesteps[rows_of, 0])
+        for i, (batch, tokens, height, width, valid) in enumerate(self.SIZES):
+            image = (batch, height * width, config.in_channels)
+            text = (batch, tokens, config.joint_attention_dim)
             self.cases.append(
                 {
-                    "hidden_states": torch.randn(
-                        batch, height * width, config.in_channels, generator=generator
-                    ),
-                    "encoder_hidden_states": torch.randn(
-                        batch, tokens, config.joint_attention_dim, generator=generator
-                    ),
+                    "hidden_states": torch.randn(image, generator=generator),
+                    "encoder_hidden_states": torch.randn(text, generator=generator),
                     "text_mask": torch.arange(tokens) < torch.tensor(valid)[:, None],
                     "position_ids": position_ids(height, width, tokens).expand(batch, -1, -1),
-                    **{name: value[rows_of] for name, value in modulation.items()},
+                    **{name: rows[i] for name, rows in modulation.items()},
                 }
             )
 
-    def shape(self, case: int) -> list[tuple[int, int, int]]:
-        return [(1, *self.SIZES[case][0][2:])]
-
     def whole(self) -> list[Values]:
-        return [
-            {
-                "noise_pred": self.model(
-                    hidden_states=case["hidden_states"],
-                    encoder_hidden_states=case["encoder_hidden_states"],
-                    encoder_hidden_states_mask=case["text_mask"],
-                    timestep=self.timesteps_of[i],
-                    img_shapes=[self.shape(i)] * len(case["hidden_states"]),
-                    return_dict=False,
-                )[0]
-            }
-            for i, case in enumerate(self.cases)
-        ]
+        results = []
+        for case, timestep, size in zip(self.cases, self.timesteps, self.SIZES, strict=True):
+            (result,) = self.model(
+                hidden_states=case["hidden_states"],
+                encoder_hidden_states=case["encoder_hidden_states"],
+                encoder_hidden_states_mask=case["text_mask"],
+                timestep=timestep[:, 0],
+                img_shapes=[[(1, size[2], size[3])]] * size[0],
+                return_dict=False,
+            )
+            results.append({"noise_pred": result})
+        return results
 
     def stages(self) -> Iterator[Stage]:
         model = self.model
-        states, shared = [], []
-        for i, case in enumerate(self.cases):
+        states, shared, rotary = [], [], []
+        for case, size in zip(self.cases, self.SIZES, strict=True):
+            image = model.img_in(case["hidden_states"])
             text = model.txt_in(model.txt_norm(case["encoder_hidden_states"]))
-            rotary = model.pos_embed([self.shape(i)], max_txt_seq_len=text.shape[1])
-            angles = torch.cat([rotary[1], rotary[0]])[None, :, None]
-            states.append((model.img_in(case["hidden_states"]), text))
-            shared.append((embed_time(model, self.timesteps_of[i][:, None]), rotary, angles))
-        yield Stage(
-            "prologue",
-            self.cases,
-            [
-                {
-                    "image": image,
-                    "text": text,
-                    "cos": angles.real.expand(len(image), -1, -1, -1),
-                    "sin": angles.imag.expand(len(image), -1, -1, -1),
-                }
-                for (image, text), (_, _, angles) in zip(states, shared, strict=True)
-            ],
-        )
+            states.append({"image": image, "text": text})
+            mask = torch.cat([case["text_mask"], torch.ones(image.shape[:2]).bool()], dim=1)
+            bias = torch.where(mask, 0.0, MASKED)[:, None, None].expand(-1, -1, mask.shape[1], -1)
+            rotary.append(model.pos_embed([[(1, size[2], size[3])]], max_txt_seq_len=size[1]))
+            angles = torch.cat(rotary[-1][::-1]).expand(size[0], -1, -1)
+            shared.append({"bias": bias, "cos": angles.real, "sin": angles.imag})
+        embeddings = [embed_time(model, timestep) for timestep in self.timesteps]
+        yield Stage("prologue", self.cases, joined(states, shared))
+        modulation = [{"block_modulation": case["block_modulation"]} for case in self.cases]
         for i, block in enumerate(model.transformer_blocks):
-            inputs, outputs = [], []
-            for case, (image, text), (embedding, rotary, angles) in zip(
-                self.cases, states, shared, strict=True
-            ):
-                keys = torch.cat([case["text_mask"], torch.ones(image.shape[:2]).bool()], 1)
-                new_text, new_image = block(image, text, case["text_mask"], embedding, rotary)
-                inputs.append(
-                    {
-                        "image": image,
-                        "text": text,
-                        "key_bias": torch.where(keys, 0.0, -65504.0)[:, None, None],
-                        "cos": angles.real.expand(len(image), -1, -1, -1),
-                        "sin": angles.imag.expand(len(image), -1, -1, -1),
-                        "block_modulation": case["block_modulation"],
-                    }
+            inputs = joined(joined(states, shared), modulation)
+            states = []
+            for k, case in enumerate(self.cases):
+                text, image = block(
+                    inputs[k]["image"],
+                    inputs[k]["text"],
+                    case["text_mask"],
+                    embeddings[k],
+                    rotary[k],
                 )
-                outputs.append({"image": new_image, "text": new_text})
-            yield Stage(f"block.{i}", inputs, outputs)
-            states = [(values["image"], values["text"]) for values in outputs]
-        yield Stage(
-            "epilogue",
-            [
-                {"image": image, "final_modulation": case["final_modulation"]}
-                for (image, _), case in zip(states, self.cases, strict=True)
-            ],
-            [
-                {"noise_pred": model.proj_out(model.norm_out(image, embedding))}
-                for (image, _), (embedding, _, _) in zip(states, shared, strict=True)
-            ],
-        )
+                states.append({"image": image, "text": text})
+            yield Stage(f"block.{i}", inputs, states)
+        final = [
+            model.proj_out(model.norm_out(state["image"], embedding))
+            for state, embedding in zip(states, embeddings, strict=True)
+        ]
+        images = [
+            {"image": state["image"], "final_modulation": case["final_modulation"]}
+            for state, case in zip(states, self.cases, strict=True)
+        ]
+        yield Stage("epilogue", images, [{"noise_pred": value} for value in final])
 
 
 def position_ids(height: int, width: int, text_tokens: int) -> Tensor:
@@ -269,39 +243,39 @@ def position_ids(height: int, width: int, text_tokens: int) -> Tensor:
     positions go on from the image's largest, the same on all three axes.
     """
     text = torch.arange(text_tokens) + max(height // 2, width // 2)
-    rows = torch.arange(height) - (height - height // 2)
-    columns = torch.arange(width) - (width - width // 2)
     image = torch.stack(
-        [
-            torch.zeros(height, width, dtype=torch.int64),
-            rows[:, None].expand(height, width),
-            columns[None, :].expand(height, width),
-        ],
+        torch.meshgrid(
+            torch.zeros(1, dtype=torch.int64),
+            torch.arange(height) - (height - height // 2),
+            torch.arange(width) - (width - width // 2),
+            indexing="ij",
+        ),
         dim=-1,
     )
-    return torch.cat([text[:, None].expand(-1, 3), image.flatten(0, 1)]).to(torch.int32)
+    return torch.cat([text[:, None].expand(-1, 3), image.view(-1, 3)]).to(torch.int32)
 
 
 class VaeDecoderReference:
+    SIZES = ((2, 4, 6), (1, 4, 6), (2, 3, 6), (2, 4, 5))  # batch, latent height and width
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.vae.config
         self.model = streamed(checkpoint.vae, checkpoint.tensors["vae"])
         generator = torch.Generator().manual_seed(0)
         mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1)
-            for values in (config.latents_mean, config.latents_std)
+            torch.tensor(v)[:, None, None] for v in (config.latents_mean, config.latents_std)
         )
-        self.cases: list[Values] = [
-            {"latents": torch.randn(batch, config.z_dim, height, width, generator=generator) * std + mean}
-            for batch, height, width in [(2, 4, 6), (1, 4, 6), (2, 3, 6), (2, 4, 5)]
-        ]
+        self.cases: list[Values] = []
+        for batch, height, width in self.SIZES:
+            noise = torch.randn(batch, config.z_dim, height, width, generator=generator)
+            self.cases.append({"latents": noise * std + mean})
 
     def whole(self) -> list[Values]:
         results: list[Values] = []
         for case in self.cases:
             image = self.model.decode(case["latents"][:, :, None], return_dict=False)[0][:, :, 0]
+            # VaeImageProcessor.postprocess
             pixels = (image * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
-            # VaeImageProcessor.numpy_to_pil
             results.append({"pixels": torch.from_numpy((pixels * 255).round().astype(np.uint8))})
         return results
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from export.checkpoint import Checkpoint, StoredTensor
+from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import GraphBuilder, TracedPart, trace
+from export.stored import StoredTensor
 
-DATA = "model.onnx.data"
+MODEL, DATA = "model.onnx", "model.onnx.data"
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector load
 
 # (what is being done, steps done, steps in all)
@@ -65,9 +66,7 @@ def plan_weights(engine: Engine, checkpoint: Checkpoint) -> dict[str, Weight]:
     return result
 
 
-def write_engine(
-    engine: Engine, checkpoint: Checkpoint, folder: Path, progress: Progress
-) -> None:
+def write_engine(engine: Engine, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     """Writes the engine's two files to `folder`. Raises ExportError, CheckpointError, OSError."""
     weights = plan_weights(engine, checkpoint)
     traced: dict[int, TracedPart] = {}
@@ -88,19 +87,20 @@ def write_engine(
         builder.add(
             traced[id(part)],
             stage,
-            {p: builder.initializers[engine.weight_name(stage, p)] for p in traced[id(part)].weights},
+            {
+                p: builder.initializers[engine.weight_name(stage, p)]
+                for p in traced[id(part)].weights
+            },
         )
         if engine.collected in part.outputs:
             collected.append(builder.values[engine.collected])
     if engine.collected:
         builder.concat(engine.collected, collected, axis=1)
-    ir.save(builder.model(engine.outputs), folder / "model.onnx")
+    ir.save(builder.model(engine.outputs), folder / MODEL)
     write_data(engine, weights, folder / DATA, progress)
 
 
-def write_data(
-    engine: Engine, weights: dict[str, Weight], file: Path, progress: Progress
-) -> None:
+def write_data(engine: Engine, weights: dict[str, Weight], file: Path, progress: Progress) -> None:
     with file.open("wb") as stream:
         for i, weight in enumerate(weights.values()):
             progress(f"{engine.name}: weights", i, len(weights))

@@ -320,9 +320,10 @@ def scheduler() -> FlowMatchEulerDiscreteScheduler:
 GAINS: list[tuple[str, str, float, float]] = [
     ("transformer", r"timestep_embedder\.linear_[12]\.weight", 0.0, 2.0),
     ("transformer", r"_mod\.1\.weight|norm_out\.linear\.weight", 0.0, 1.0),
-    ("transformer", r"attn\.norm_(added_)?[qk]\.weight", 1.3, 0.2),
+    ("transformer", r"attn\.norm_(added_)?[qk]\.weight", 1.8, 0.2),
     ("transformer", r"attn\.to_(add_)?out.*weight", 0.0, 1.5),
     ("transformer", r"proj_out\.weight", 0.0, 2.0),
+    ("text_encoder", r"[qk]_proj\.weight", 0.0, 1.0),
     ("text_encoder", r"(o_proj|down_proj)\.weight", 0.0, 2.0),
     ("vae", r"decoder\.conv_out\.weight", 0.0, 1.8),
     ("vae", r"decoder.*\.bias$", 0.0, 0.1),

@@ -97,9 +97,20 @@ class Wire:
             inputs.append(tensor)
         return await self._checked(
             connection.infer(
-                model, inputs, request_id=request_id, timeout=timeout_us, parameters=parameters
+                model,
+                inputs,
+                request_id=request_id,
+                timeout=timeout_us,
+                parameters=parameters,
+                headers=self._headers(),
             )
         )
+
+    def _headers(self) -> dict[str, str] | None:
+        if self.protocol == "grpc":
+            return None
+        # aiohttp asks for gzip by default, and Triton then spends seconds on compressing images.
+        return {"Accept-Encoding": "identity"}
 
     async def live(self) -> bool:
         return await self._checked(self._connection().is_server_live())

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import sysconfig
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from serving.server import TritonServer
 
 MODELS = Path(__file__).parent / "fake_models"
 
@@ -23,70 +17,29 @@ class FakeServer:
     """Takes free ports and keeps them over `kill` and `start`."""
 
     def __init__(self, folder: Path) -> None:
-        spec = importlib.util.find_spec("pytriton")
-        if spec is None or spec.origin is None:
-            raise RuntimeError("nvidia-pytriton, which carries the server, is not installed")
-        self._triton = Path(spec.origin).parent / "tritonserver"
-        self._folder = folder
         self._journal = folder / "journal"
-        http_port, grpc_port, metrics_port = free_ports(3)
-        self.urls = {"http": f"127.0.0.1:{http_port}", "grpc": f"127.0.0.1:{grpc_port}"}
-        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-        backend = folder / "backends" / "python"
-        shutil.copytree(self._triton / "backends" / "python", backend)
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stub = self._triton / "python_backend_stubs" / version / "triton_python_backend_stub"
-        shutil.copy(stub, backend)
-        (backend / stub.name).chmod(0o755)
         for config in MODELS.glob("*.pbtxt"):
-            model = folder / "models" / config.stem
+            model = folder / "model_repository" / config.stem
             (model / "1").mkdir(parents=True)
             shutil.copy(config, model / "config.pbtxt")
             if config.with_suffix(".py").exists():
                 shutil.copy(config.with_suffix(".py"), model / "1" / "model.py")
-        self._command = [
-            str(self._triton / "bin" / "tritonserver"),
-            f"--model-repository={folder / 'models'}",
-            f"--backend-directory={folder / 'backends'}",
-            f"--http-port={http_port}",
-            f"--grpc-port={grpc_port}",
-            f"--metrics-port={metrics_port}",
-            "--http-address=127.0.0.1",
-            "--grpc-address=127.0.0.1",
-        ]
+        manifest = {"format": 1, "profile": "cpu", "files": {}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        self._triton = TritonServer(folder, log_path=folder / "log")
+        self.urls = {"http": self._triton.http_url, "grpc": self._triton.grpc_url}
+        self.metrics_url = self._triton.metrics_url
 
     def start(self) -> None:
-        libraries = self._triton.parent.parent / "nvidia_pytriton.libs"
-        environment = {
-            **os.environ,
-            "LD_LIBRARY_PATH": f"{libraries}:{sysconfig.get_config_var('LIBDIR')}",
-            # The stub finds packages by one or the other, depending on the machine.
-            "PYTHONPATH": sysconfig.get_path("purelib"),
-            "VIRTUAL_ENV": sys.prefix,
-            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-            "JOURNAL": str(self._journal),
-        }
-        log = self._folder / "log"
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                self._command, env=environment, stdout=output, stderr=output
-            )
-        for _ in range(600):
-            try:
-                with urllib.request.urlopen(f"http://{self.urls['http']}/v2/health/ready"):
-                    return
-            except OSError:
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.05)
-        self.kill()
-        raise RuntimeError(f"the fake server did not start:\n{log.read_text()[-3000:]}")
+        self._triton.start(timeout=60.0)
 
     def kill(self) -> None:
-        """Its stubs end by themselves a moment later."""
-        self.process.send_signal(signal.SIGCONT)  # in case a test stopped it
-        self.process.kill()
-        self.process.wait()
+        self._triton.kill()
+
+    @property
+    def pid(self) -> int:
+        assert self._triton.process is not None
+        return self._triton.process.pid
 
     def journal(self, request_id: str | None = None) -> list[dict[str, Any]]:
         """What happened at the server, in order: to one request, or to all."""
@@ -99,9 +52,8 @@ class FakeServer:
         return [entry["event"] for entry in self.journal(request_id)].count(event)
 
     def cancelled(self, request_id: str) -> bool:
-        """Whether the last cancellation that came for this request hit it."""
-        cancels = [e for e in self.journal(request_id) if e["event"] == "cancel"]
-        return bool(cancels) and cancels[-1]["cancelled"] == 1
+        """Whether a cancellation that came for this request hit it."""
+        return any(entry.get("cancelled") == 1 for entry in self.journal(request_id))
 
     def id_of(self, negative_prompt: str, seconds: float = 10.0) -> str:
         """Waits for the request with this negative prompt."""
@@ -114,22 +66,11 @@ class FakeServer:
             time.sleep(0.02)
         raise AssertionError(f"no request with the negative prompt {negative_prompt!r} came")
 
-    def wait_for(self, request_id: str, event: str, seconds: float = 5.0) -> dict[str, Any]:
-        """The journal's first such entry, which may be about to come."""
+    def wait_for(self, request_id: str, event: str, seconds: float = 5.0) -> None:
+        """Waits for the journal's first such entry."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for entry in self.journal(request_id):
-                if entry["event"] == event:
-                    return entry
+            if self.count(request_id, event):
+                return
             time.sleep(0.01)
         raise AssertionError(f"no {event} of {request_id}: {self.journal(request_id)}")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import signal
 import threading
 import time
 
@@ -57,6 +58,20 @@ def test_a_handle_cancels_from_another_thread(
     assert not handle.cancel()
 
 
+def test_keyboard_interrupt_cancels_at_the_server(
+    client: Client, server: FakeServer, request_id: str
+) -> None:
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate("sleep 30", request_id=request_id)
+        assert server.cancelled(request_id)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_another_client_cancels_by_id(
     client: Client, server: FakeServer, protocol: Protocol, request_id: str
 ) -> None:
@@ -80,6 +95,7 @@ def test_cancelling_repeats_until_the_server_knows_the_request(
     assert tries == [0] * (len(tries) - 1) + [1]
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_cancelling_what_does_not_exist_is_false(client: Client, request_id: str) -> None:
     assert not client.cancel(request_id)
 

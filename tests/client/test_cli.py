@@ -13,7 +13,7 @@ from qwen_image_client import Protocol
 from qwen_image_client.bench import make_prompts
 from qwen_image_client.cli import main
 
-from .fake_server import FakeServer, free_ports
+from .fake_server import FakeServer
 
 CLIENT = Path(__file__).parents[2] / "client"
 
@@ -75,19 +75,20 @@ def test_errors_are_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("command", [["generate", "fox"], ["status"], ["bench"]])
 def test_an_unreachable_server_is_one_sentence(
     protocol: Protocol,
+    dead_address: str,
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    assert main([*command, "--url", address, "--protocol", protocol]) == 1
+    assert main([*command, "--url", dead_address, "--protocol", protocol]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"qwen-image: the server at {address} is ")
+    assert error.startswith(f"qwen-image: the server at {dead_address} is ")
     assert len(error.splitlines()) == 1
 
 
@@ -125,6 +126,7 @@ def test_status(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert output.startswith("Triton 2.")
     assert "ready" in output.splitlines()[0]
     assert "denoise" in output
+    assert 'qwen_image_requests_total{outcome="ok"} ' in output
     assert "READY" in output
 
 

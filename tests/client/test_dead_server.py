@@ -1,3 +1,5 @@
+"""Servers that are not there, die, freeze, or are cut off."""
+
 from __future__ import annotations
 
 import os
@@ -7,17 +9,18 @@ import time
 import pytest
 from qwen_image_client import Client, Protocol, ServerUnavailableError
 
-from .fake_server import FakeServer, free_ports
+from .fake_server import FakeServer
+from .relay import Relay
 
 
-def test_nothing_listens(protocol: Protocol) -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    with Client(address, protocol) as client:
+@pytest.mark.usefixtures("short_pauses")
+def test_nothing_listens(protocol: Protocol, dead_address: str) -> None:
+    with Client(dead_address, protocol) as client:
         begin = time.monotonic()
         with pytest.raises(ServerUnavailableError) as caught:
             client.generate("fox")
         assert time.monotonic() - begin < 5.0
-        assert f"the server at {address}" in str(caught.value)
+        assert f"the server at {dead_address}" in str(caught.value)
         assert not client.server_ready()
         with pytest.raises(ServerUnavailableError):
             client.status()
@@ -40,6 +43,20 @@ def test_killed_while_calls_wait_and_back_again(mortal_server: FakeServer, reque
             assert client.generate("fox", timeout=10).images
 
 
+def test_a_lost_connection_ends_the_first_attempt_before_the_second(
+    relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
+) -> None:
+    with Client(relay.address, protocol) as client:
+        handle = client.submit("sleep 0.7", request_id=request_id)
+        server.wait_for(request_id, "request")
+        time.sleep(0.1)
+        relay.cut()
+        assert handle.result(timeout=5).images
+    entries = server.journal(request_id)
+    assert [e["event"] for e in entries] == ["request", "cancel", "answer", "request", "answer"]
+    assert server.cancelled(request_id)
+
+
 def test_a_frozen_server_is_given_up(
     mortal_server: FakeServer, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +68,7 @@ def test_a_frozen_server_is_given_up(
         assert grpc.submit("sleep 1").result(timeout=5)  # the checks do not disturb a live one
         handles = [grpc.submit("sleep 60"), http.submit("sleep 60", request_id=request_id)]
         mortal_server.wait_for(request_id, "request")
-        os.kill(mortal_server.process.pid, signal.SIGSTOP)
+        os.kill(mortal_server.pid, signal.SIGSTOP)
         for handle in handles:
             with pytest.raises(ServerUnavailableError, match=r"stopped answering$"):
                 handle.result(timeout=10)

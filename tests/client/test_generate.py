@@ -20,6 +20,7 @@ from qwen_image_client import (
 )
 
 from .fake_server import FakeServer
+from .relay import Relay
 
 
 def test_every_field_reaches_the_server(
@@ -76,9 +77,16 @@ def test_the_answer(client: Client, output_format: str, request_id: str) -> None
 
 
 def test_an_image_far_above_grpc_s_default_limit(client: Client) -> None:
-    answer = client.generate("pixels 4096")
-    assert len(answer.encoded[0]) > 50e6
-    assert answer.images[0].size == (4096, 4096)
+    answer = client.generate("pixels 2048")
+    assert len(answer.encoded[0]) > 12e6
+    assert answer.images[0].size == (2048, 2048)
+
+
+@pytest.mark.parametrize("protocol", ["http"])
+def test_http_does_not_ask_for_compression(relay: Relay, protocol: Protocol) -> None:
+    with Client(relay.address, protocol) as client:
+        client.generate("fox")
+    assert b"Accept-Encoding: identity" in relay.sent
 
 
 def test_an_unreadable_image_is_a_server_error(client: Client) -> None:
@@ -221,3 +229,8 @@ def test_status(client: Client, server: FakeServer) -> None:
     ]
     assert all(m.succeeded > 0 and m.mean_ms is not None for m in status.models)
     assert status.metrics == {}
+    metrics = client.status(server.metrics_url).metrics
+    assert list(metrics) == ['qwen_image_requests_total{outcome="ok"}']
+    assert metrics['qwen_image_requests_total{outcome="ok"}'] >= 1
+    with pytest.raises(ServerUnavailableError, match="cannot be read"):
+        client.status("http://127.0.0.1:9/metrics")

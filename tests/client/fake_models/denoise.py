@@ -10,13 +10,12 @@
     garbage              answer with bytes that are no image
     anything else        answer with a small image
 
-Every request, answer and cancellation is appended to the file that the environment variable
-JOURNAL names, one JSON object a line.
+Every request, answer and cancellation is appended to the file `journal` beside the model
+repository, one JSON object a line.
 """
 
 import io
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,13 @@ class Refusal(Exception):
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.journal = Path(os.environ["JOURNAL"])
+        self.family = pb_utils.MetricFamily(
+            name="qwen_image_requests_total",
+            description="Requests",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        self.requests = self.family.Metric(labels={"outcome": "ok"})
+        self.journal = Path(args["model_repository"]).parents[1] / "journal"
         self.lock = threading.Lock()
         self.in_flight: dict[str, threading.Event] = {}
         self.attempts: dict[str, int] = {}
@@ -56,6 +61,7 @@ class TritonPythonModel:
         for request in requests:
             parameters = json.loads(request.parameters())
             sender = request.get_response_sender()
+            self.requests.increment(1)
             if "cancel" in parameters:
                 self.cancel(parameters["cancel"], sender)
                 continue

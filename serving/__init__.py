@@ -1,0 +1,1 @@
+"""Running the service: the server, its watcher, the liveness probe, and the machine's check."""

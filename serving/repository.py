@@ -1,0 +1,89 @@
+"""An exported repository, judged before a server is started on it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from serving.errors import ServeError
+
+MANIFEST_FORMAT = 1
+# Hashing runs at about 1 GB/s: files beyond this size are compared by their size alone, so that
+# a start never waits for it.
+HASHED_BYTES = 256 * 1024**2
+# Written by the export and by nobody else. Configs and Python files may be edited in place.
+ARTIFACTS = {"model.onnx", "model.onnx.data", "model.plan", "tokenizer.json", "checkpoint.json"}
+ARTIFACT_SUFFIXES = {".safetensors"}
+
+
+def check_repository(repository: Path, profile: str) -> dict[str, Any]:
+    """Returns the manifest of `repository`, or raises ServeError.
+
+    Checked: the manifest is there and made for `profile`; every file that it lists is there;
+    every artifact has its size and, up to HASHED_BYTES, its SHA-256.
+    """
+    export = f"run `make export CHECKPOINT=<dir> PROFILE={profile} REPOSITORY={repository}`"
+    if not repository.is_dir():
+        raise ServeError(f"There is no repository at {repository}: {export} first.")
+    manifest_path = repository / "manifest.json"
+    if not manifest_path.is_file() or not (repository / "model_repository").is_dir():
+        raise ServeError(
+            f"{repository} is not an exported repository (it has no manifest.json with a "
+            f"model_repository beside it): {export}."
+        )
+    manifest = _read_manifest(manifest_path, export)
+    if manifest["profile"] != profile:
+        raise ServeError(
+            f"{repository} was exported for the profile {manifest['profile']!r}, not for "
+            f"{profile!r}: serve it with PROFILE={manifest['profile']}, or {export}."
+        )
+    for name, expected in manifest["files"].items():
+        problem = _file_problem(repository / name, expected)
+        if problem:
+            raise ServeError(f"{repository / name} {problem}: {export} again.")
+    return manifest
+
+
+def _read_manifest(path: Path, export: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ServeError(f"{path} cannot be read ({error}): {export} again.") from None
+    sound = (
+        isinstance(manifest, dict)
+        and manifest.get("format") == MANIFEST_FORMAT
+        and isinstance(manifest.get("profile"), str)
+        and isinstance(manifest.get("files"), dict)
+        and all(isinstance(expected, dict) for expected in manifest["files"].values())
+    )
+    if not sound:
+        raise ServeError(
+            f"{path} is not a manifest of format {MANIFEST_FORMAT}, the one this version reads: "
+            f"{export} again."
+        )
+    return manifest
+
+
+def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
+    """Says how the file differs from its entry {"bytes", "sha256"}; None if it does not."""
+    if not path.is_file():
+        return "is missing"
+    if path.name not in ARTIFACTS and path.suffix not in ARTIFACT_SUFFIXES:
+        return None
+    try:
+        size = path.stat().st_size
+        if size != expected.get("bytes"):
+            return f"has {size} bytes where the manifest says {expected.get('bytes')}"
+        if size <= HASHED_BYTES and _sha256(path) != expected.get("sha256"):
+            return "is corrupt (its SHA-256 is not the manifest's)"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

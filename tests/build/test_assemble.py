@@ -1,0 +1,145 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from build import assemble, load_profile, manifest
+from build.assemble import ROOT
+from build.profile import BuildError
+from build.swap import replaced_when_done
+from tests.make_checkpoint import cached_checkpoint
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    path = tmp_path_factory.mktemp("built") / "repository"
+    assert assemble(cached_checkpoint(), load_profile("cpu"), path)
+    return path
+
+
+def test_the_repository_is_complete_and_its_manifest_true(repository):
+    contents = manifest.read(repository)
+    assert contents["profile"] == "cpu"
+    assert set(contents["engines"]) == {"text_encoder", "modulation", "dit", "vae_decoder"}
+    assert contents["engines"]["dit"]["runtime"] == "onnx"
+    assert contents["engines"]["dit"]["inputs"]["hidden_states"] == {
+        "dtype": "FP32",
+        "shape": [-1, -1, 64],
+    }
+    on_disk = {name for name in files_of(repository) if name != "manifest.json"}
+    assert on_disk == set(contents["files"])
+    assert manifest.is_intact(repository, contents)
+    for model in ("qwen_image", "tokenize", "denoise", "encode_image", *contents["engines"]):
+        assert f"model_repository/{model}/config.pbtxt" in on_disk
+    assert "backends/engine/model.py" in on_disk
+    assert "model_repository/checkpoint.json" in on_disk
+
+
+def test_it_names_no_folder_of_the_machine_that_built_it(repository):
+    for name, data in files_of(repository).items():
+        if not name.endswith(".data"):
+            assert str(ROOT).encode() not in data, name
+            assert str(repository).encode() not in data, name
+
+
+def test_a_second_export_with_nothing_changed_does_nothing(repository):
+    before = {path: path.stat().st_mtime_ns for path in repository.rglob("*")}
+    assert not assemble(cached_checkpoint(), load_profile("cpu"), repository)
+    assert {path: path.stat().st_mtime_ns for path in repository.rglob("*")} == before
+
+
+def test_a_damaged_repository_is_rebuilt(repository, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy)
+    data = copy / "model_repository/dit/1/model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert not manifest.is_intact(copy, manifest.read(copy))
+    assert assemble(cached_checkpoint(), load_profile("cpu"), copy)
+    assert manifest.is_intact(copy, manifest.read(copy))
+
+
+def test_an_interrupted_export_leaves_the_old_repository_untouched(tmp_path):
+    target = tmp_path / "repository"
+    target.mkdir()
+    (target / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replaced_when_done(target) as staging:
+        (staging / "new").write_text("half")
+        raise KeyboardInterrupt
+    assert files_of(target) == {"old": b"old"}
+    assert not [path for path in tmp_path.iterdir() if "staging" in path.name]
+
+
+def test_a_killed_export_leaves_the_old_repository_and_the_next_one_cleans_up(tmp_path):
+    target = tmp_path / "repository"
+    target.mkdir()
+    (target / "old").write_text("old")
+    script = (
+        "import os, pathlib, sys\nfrom build.swap import replaced_when_done\n"
+        "with replaced_when_done(pathlib.Path(sys.argv[1])) as staging:\n"
+        "    (staging / 'new').write_text('half')\n    os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(target)], cwd=ROOT, check=False)
+    assert files_of(target) == {"old": b"old"}
+    with replaced_when_done(target) as staging:
+        assert list(staging.iterdir()) == []
+        (staging / "new").write_text("whole")
+    assert files_of(target) == {"new": b"whole"}
+
+
+def test_two_exports_into_one_folder_do_not_mix(tmp_path):
+    target = tmp_path / "repository"
+    with (
+        replaced_when_done(target),
+        pytest.raises(BuildError, match="another export"),
+        replaced_when_done(target),
+    ):
+        pass
+
+
+def test_a_folder_with_other_contents_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(BuildError, match="holds no exported repository"):
+        assemble(cached_checkpoint(), load_profile("cpu"), tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_unknown_profile_lists_those_there_are():
+    with pytest.raises(BuildError, match="no profile 'b301'; the profiles are .*cpu"):
+        load_profile("b301")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--checkpoint", "/nowhere"], "/nowhere"),
+        (["--checkpoint", "tests"], "model_index.json"),
+        (["--checkpoint", "tests", "--profile", "nope"], "no profile 'nope'"),
+    ],
+)
+def test_the_command_line_fails_with_one_sentence(arguments, said, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "build", *arguments, "--repository", str(tmp_path / "r")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_manifest_is_json_with_checksums(repository):
+    files = json.loads((repository / "manifest.json").read_text())["files"]
+    assert all(len(entry["sha256"]) == 64 and entry["bytes"] >= 0 for entry in files.values())

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import socket
+import threading
+
+
+class Relay:
+    """A TCP proxy that records what clients send, and can cut their connections."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self.sent = bytearray()  # what the clients wrote
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._sockets += [near, far]
+            for ends in ((near, far, self.sent), (far, near, bytearray())):
+                threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                record += data
+                sink.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self) -> None:
+        for each in self._sockets:
+            each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._sockets.clear()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()

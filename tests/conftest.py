@@ -1,0 +1,46 @@
+"""Repositories that several tests serve; exported once and kept until something changes."""
+
+from pathlib import Path
+
+import pytest
+
+from build import assemble, load_profile
+from tests.make_checkpoint import cached_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Differs from the default in everything that a graph could have frozen.
+OTHER_CONFIG = {
+    "blocks": 3,
+    "heads": 2,
+    "head_size": 48,
+    "rope_axes": (16, 16, 16),
+    "text_width": 64,
+    "vae_width": 12,
+}
+
+
+def exported(name: str, checkpoint: Path) -> Path:
+    repository = ROOT / "artifacts" / "tests" / name
+    assemble(checkpoint, load_profile("cpu"), repository)
+    return repository
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    return cached_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint() -> Path:
+    return cached_checkpoint(**OTHER_CONFIG)
+
+
+@pytest.fixture(scope="session")
+def repository(checkpoint: Path) -> Path:
+    return exported("default", checkpoint)
+
+
+@pytest.fixture(scope="session")
+def other_repository(other_checkpoint: Path) -> Path:
+    return exported("other", other_checkpoint)

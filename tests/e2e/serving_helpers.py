@@ -1,0 +1,144 @@
+"""Starting variants of the repository, and talking to them with nothing but tritonclient."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from PIL import Image
+
+_DTYPES = {
+    "prompt": "BYTES",
+    "negative_prompt": "BYTES",
+    "num_inference_steps": "INT32",
+    "true_cfg_scale": "FP32",
+    "height": "INT32",
+    "width": "INT32",
+    "seed": "INT64",
+    "num_images_per_prompt": "INT32",
+    "output_format": "BYTES",
+    "response_format": "BYTES",
+}
+_NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
+
+# Small and quick; tests change what they are about.
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
+
+
+def tensors(**fields: Any) -> list[grpcclient.InferInput]:
+    """The fields of a request as input tensors of shape [1]."""
+    inputs = []
+    for name, value in fields.items():
+        dtype = _DTYPES[name]
+        if dtype == "BYTES":
+            data = value.encode() if isinstance(value, str) else value
+            array = np.array([data], np.object_)
+        else:
+            array = np.array([value], _NUMPY[dtype])
+        tensor = grpcclient.InferInput(name, [1], dtype)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+class Response:
+    """What `qwen_image` answered."""
+
+    def __init__(self, result: grpcclient.InferResult) -> None:
+        self.encoded = list(result.as_numpy("generated_image"))
+        self.images = [np.array(Image.open(io.BytesIO(data))) for data in self.encoded]
+        self.seeds = result.as_numpy("seeds").tolist()
+        self.metadata = json.loads(result.as_numpy("metadata")[0])
+
+
+def generate(url: str, request_id: str = "", timeout: int | None = None, **fields: Any) -> Response:
+    """One request over gRPC on a connection of its own; `timeout` in µs."""
+    with grpcclient.InferenceServerClient(url) as client:
+        return Response(
+            client.infer("qwen_image", tensors(**fields), request_id=request_id, timeout=timeout)
+        )
+
+
+class Call(threading.Thread):
+    """A call in a thread: its `result` or its `error`, and how long it took."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(daemon=True)
+        self._call = lambda: function(*args, **kwargs)
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self.ended_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        started = time.monotonic()
+        try:
+            self.result = self._call()
+        except Exception as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+        self.seconds = self.ended_at - started
+
+    def outcome(self, timeout: float = 60.0) -> Any:
+        """Waits for the end; returns the result or raises the error."""
+        self.join(timeout)
+        assert not self.is_alive(), f"no answer within {timeout} s"
+        if self.error:
+            raise self.error
+        return self.result
+
+
+def statistics(url: str, model: str) -> tuple[int, int]:
+    """Returns (rows inferred, executions) of a model since its start."""
+    with grpcclient.InferenceServerClient(url) as client:
+        (stats,) = client.get_inference_statistics(model, as_json=True)["model_stats"]
+    return int(stats.get("inference_count", 0)), int(stats.get("execution_count", 0))
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Returns the values of our metrics by name and labels, as Prometheus would read them."""
+    with urllib.request.urlopen(url) as response:
+        lines = response.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("qwen_image_"))
+    return {name: float(value) for name, value in pairs}
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {timeout} s"
+        time.sleep(0.05)
+
+
+def variant(repository: Path, target: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
+    """Copies a repository (hard links) and replaces texts in some of its served files.
+
+    changes: by path below `model_repository`, (old text, new text) that must occur once.
+    """
+    shutil.copytree(repository, target, copy_function=os.link)
+    for name, replacements in changes.items():
+        path = target / "model_repository" / name
+        text = path.read_text(encoding="utf-8")
+        for old, new in replacements:
+            assert text.count(old) == 1, f"{name} does not hold {old!r} once"
+            text = text.replace(old, new)
+        path.unlink()
+        path.write_text(text, encoding="utf-8")
+    return target
+
+
+def parameter(name: str, old: str, new: str) -> tuple[str, str]:
+    """The replacement that changes one parameter of a config.pbtxt."""
+    line = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}'
+    return line.format(name, old), line.format(name, new)
