@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -24,6 +23,7 @@ import psutil
 
 from serving.errors import ServeError
 from serving.installation import Installation, find_installation
+from serving.processes import kill_group, wait_for_group
 from serving.repository import check_repository
 
 __all__ = ["ServeError", "Stub", "TritonServer"]
@@ -32,6 +32,7 @@ STUB_NAME = "triton_python_backend_stub"
 # What Triton itself waits, in seconds, for requests in flight and for models to unload; below
 # the ten seconds in which a service manager expects an end.
 EXIT_TIMEOUT = 5
+KILL_TIMEOUT = 5.0  # seconds until a killed process has given back its memory
 LOG_TAIL_LINES = 500
 # Triton opens its ports only when the models are loaded. Below 32768 no outgoing connection takes
 # one of them meanwhile (Linux' default net.ipv4.ip_local_port_range).
@@ -99,16 +100,21 @@ class TritonServer:
         self.shared_memory_prefix = f"qwen_image_{uuid.uuid4().hex[:12]}_"
 
     @property
+    def address(self) -> str:
+        """The address at which this machine reaches the server."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+    @property
     def http_url(self) -> str:
-        return f"{_reachable(self.host)}:{self.http_port}"
+        return f"{self.address}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{_reachable(self.host)}:{self.grpc_port}"
+        return f"{self.address}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{_reachable(self.host)}:{self.metrics_port}/metrics"
+        return f"http://{self.address}:{self.metrics_port}/metrics"
 
     def start(self, timeout: float = 120.0, cancelled: Callable[[], bool] | None = None) -> None:
         """Starts the server and returns when every model is ready.
@@ -147,9 +153,9 @@ class TritonServer:
         """Ends the server and all its stubs at once, and removes what they leave behind."""
         if self.process is None:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         code = self.process.wait()
+        wait_for_group(self.process.pid, KILL_TIMEOUT)
         self._clean_up()
         self.process = None
         return code
@@ -294,7 +300,7 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """Whether the server says that it and all its models are ready."""
-        connection = http.client.HTTPConnection(_reachable(self.host), self.http_port, timeout=2.0)
+        connection = http.client.HTTPConnection(self.address, self.http_port, timeout=2.0)
         try:
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
@@ -337,7 +343,7 @@ def load_failure(log: Sequence[str]) -> str | None:
         if "failed to read text proto" in reason and "libprotobuf ERROR" in log[number - 1]:
             reason += " (" + log[number - 1].split("] ", 1)[-1].rstrip(".") + ")"
         if "is not healthy" in reason:
-            reason += " (it died; its last words are in the log)"
+            reason = reason.rstrip(".") + " (it died; its last words are in the log)"
         return f"The model {failed[1]!r} failed to load: {reason.rstrip('.')}."
     return None
 
@@ -376,11 +382,6 @@ def _gather_backends(installation: Installation, ours: Path, target: Path) -> No
     for folder in sorted(ours.iterdir()) if ours.is_dir() else []:
         if folder.is_dir() and not (target / folder.name).exists():
             (target / folder.name).symlink_to(folder)
-
-
-def _reachable(host: str) -> str:
-    """The address at which this machine reaches a server that listens on `host`."""
-    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _distinct_ports(host: str, ports: Sequence[int | None]) -> list[int]:

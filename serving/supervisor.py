@@ -7,7 +7,6 @@ waiting client an error at once.
 
 import collections
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -17,6 +16,8 @@ from types import FrameType
 import psutil
 
 from serving.errors import ServeError
+from serving.liveness import Unhealthy, expected_stubs
+from serving.processes import is_alive, kill_group
 from serving.server import TritonServer
 
 # Seconds between two looks at the stubs: a dead one is seen far within the five seconds promised.
@@ -24,6 +25,7 @@ WATCH_INTERVAL = 0.25
 # Service managers kill after ten seconds (Docker's default), and cleaning up takes some of them.
 STOP_TIMEOUT = 8.0
 PAUSE_BEFORE_RESTART = 0.5
+ANSWER_TIMEOUT = 10.0  # seconds, for the models' configs
 
 
 class Supervisor:
@@ -105,19 +107,23 @@ class Supervisor:
 
     def _watch(self) -> str | None:
         """Waits for the stop, or for the death of a process: returns which, as a sentence."""
-        stubs = []
-        for stub in self.server.stubs():
-            try:
-                stubs.append((psutil.Process(stub.pid), stub))
-            except psutil.NoSuchProcess:
-                return f"The Python process of the model {stub.model!r} has died."
+        server = self.server
+        stubs = server.stubs()
+        try:
+            # One that has died since its model was loaded is not among the living any more.
+            expected = expected_stubs(server.address, server.http_port, ANSWER_TIMEOUT)
+            expected.subtract(stub.model for stub in stubs)
+            for model in (model for model, missing in expected.items() if missing > 0):
+                return f"A Python process of the model {model!r} has died."
+            processes = [(psutil.Process(stub.pid), stub) for stub in stubs]
+        except (Unhealthy, psutil.NoSuchProcess) as error:
+            return str(error)
         while not self._stopping.wait(WATCH_INTERVAL):
-            assert self.server.process is not None
-            code = self.server.process.poll()
+            code = server.process.poll() if server.process is not None else None
             if code is not None:
                 return f"The server has ended by itself ({_ended(code)})."
-            for process, stub in stubs:
-                if not _is_alive(process):
+            for process, stub in processes:
+                if not is_alive(process):
                     return f"The Python process {stub.pid} of the model {stub.model!r} has died."
         return None
 
@@ -138,8 +144,7 @@ class Supervisor:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._stopping.is_set() and self.server.process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.server.process.pid, signal.SIGKILL)
+                kill_group(self.server.process.pid)
             self._stopping.set()
 
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -149,13 +154,6 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _ended(code: int) -> str:

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from serving.processes import is_alive
 from serving.server import TritonServer
 from serving.supervisor import Supervisor
 from tests.serving.clients import Waiting, infer
@@ -47,6 +50,17 @@ class Service:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def server(self) -> psutil.Process:
+        return next(process for process in self.descendants() if process.name() == "tritonserver")
+
+    def shared_memory(self) -> list[Path]:
+        """The running server's files in /dev/shm."""
+        prefix = re.search(r"shm-region-prefix-name=(\S+)", " ".join(self.server().cmdline()))
+        assert prefix
+        files = list(Path("/dev/shm").glob(f"{prefix[1]}*"))
+        assert files
+        return files
+
     def stubs(self, model: str) -> list[psutil.Process]:
         found = []
         for process in self.descendants():
@@ -65,10 +79,9 @@ def until(condition: Callable[[], bool], timeout: float) -> None:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    before = set(os.listdir("/dev/shm"))
     services: list[Service] = []
 
-    def start(*options: str, **models: str) -> Service:
+    def start(*options: str, **models: Any) -> Service:
         services.append(Service(make_repository(tmp_path, **models), *options))
         return services[-1]
 
@@ -77,11 +90,6 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         if service.process.poll() is None:
             service.process.kill()
             service.process.wait()
-    until(lambda: not new_segments(before), timeout=3)
-
-
-def new_segments(before: set[str]) -> set[str]:
-    return {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("qwen_image_")}
 
 
 def test_a_dead_stub_frees_the_clients_and_the_service_comes_back(
@@ -92,6 +100,7 @@ def test_a_dead_stub_frees_the_clients_and_the_service_comes_back(
     waiting = [Waiting(service.url, "sleeper", 20_000) for _ in range(3)]
     time.sleep(0.5)
     killed = time.monotonic()
+    shared_memory = service.shared_memory()
     service.stubs("tiny")[0].kill()
     for request in waiting:
         request.join()
@@ -100,9 +109,10 @@ def test_a_dead_stub_frees_the_clients_and_the_service_comes_back(
     service.wait_for("Ready: profile cpu", times=2)
     assert "of the model 'tiny' has died." in service.output.read_text()
     assert infer(service.url, "tiny", 1) == 1
+    assert not any(file.exists() for file in shared_memory)
 
     # The server itself.
-    next(process for process in service.descendants() if process.name() == "tritonserver").kill()
+    service.server().kill()
     service.wait_for("The server has ended by itself (killed by SIGKILL).")
     service.wait_for("Ready: profile cpu", times=3)
 
@@ -111,14 +121,16 @@ def test_a_dead_stub_frees_the_clients_and_the_service_comes_back(
     waiting.append(Waiting(service.url, "tiny", 1_500))
     time.sleep(0.5)
     descendants = service.descendants()
+    shared_memory = service.shared_memory()
     stopped = time.monotonic()
     service.process.terminate()
     assert service.process.wait() == 0
+    assert not any(file.exists() for file in shared_memory)
     assert time.monotonic() - stopped < 10
     for request in waiting:
         request.join()
     assert [request.value for request in waiting] == [None, None, None, None, 1500]
-    assert not any(process.is_running() for process in descendants)
+    assert not any(is_alive(process) for process in descendants)
 
 
 def test_a_model_that_hangs_while_stopping(serve: Callable[..., Service]) -> None:
@@ -151,9 +163,11 @@ def test_nothing_outlives_a_killed_supervisor(serve: Callable[..., Service]) -> 
     service.wait_for("Ready: profile cpu")
     descendants = service.descendants()
     assert len(descendants) >= 5
+    shared_memory = service.shared_memory()
     service.process.kill()
     service.process.wait()
-    until(lambda: not any(process.is_running() for process in descendants), timeout=3)
+    until(lambda: not any(is_alive(process) for process in descendants), timeout=3)
+    assert not any(file.exists() for file in shared_memory)
 
 
 def test_restarts_are_bounded(tmp_path: Path) -> None:
