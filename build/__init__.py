@@ -1,6 +1,6 @@
-"""Builds REPOSITORY: a checkpoint's engines for a profile, in a complete Triton model repository."""
+"""Builds REPOSITORY: a complete Triton model repository around a checkpoint's engines."""
 
 from build.assemble import assemble
-from build.profile import Profile, load_profile
+from build.profile import BuildError, Profile, load_profile
 
-__all__ = ["Profile", "assemble", "load_profile"]
+__all__ = ["BuildError", "Profile", "assemble", "load_profile"]

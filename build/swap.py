@@ -48,8 +48,6 @@ def replaced_when_done(target: Path) -> Iterator[Path]:
 def _exchange(one: Path, other: Path) -> None:
     """Swaps two folders atomically (renameat2, Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    ):
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(other))

@@ -159,9 +159,9 @@ class GraphBuilder:
         return self.initializers[name]
 
     def add(self, part: TracedPart, stage: str, weights: dict[str, ir.Value]) -> None:
-        """Appends a copy of `part`. It reads `values` by its inputs' names and replaces those of
-        its outputs' names. Names of new values begin with `stage`; what the copies of a part have
-        in common (constants) is named after the part."""
+        """Appends a copy of `part`, which reads `values` by its inputs' names and replaces those of
+        its outputs' names. New names are `<stage>.<output>` and, inside, `<stage>/<value>`; constants
+        are shared by the copies of a part."""
         known: dict[ir.Value, ir.Value] = {}
         graph = part.graph
         for value, name in zip(graph.inputs, part.inputs + part.weights, strict=True):
@@ -177,7 +177,7 @@ class GraphBuilder:
         for node in graph:
             for value in node.outputs:
                 known[value] = ir.Value(
-                    name=outputs.get(value, f"{stage}.{value.name}"), type=value.type
+                    name=outputs.get(value, f"{stage}/{value.name}"), type=value.type
                 )
             self.nodes.append(
                 ir.Node(
@@ -186,7 +186,7 @@ class GraphBuilder:
                     [None if value is None else known[value] for value in node.inputs],
                     node.attributes.values(),
                     outputs=[known[value] for value in node.outputs],
-                    name=f"{stage}.{node.name}",
+                    name=f"{stage}/{node.name}",
                 )
             )
         for value, name in zip(graph.outputs, part.outputs, strict=True):

@@ -7,6 +7,7 @@ compared with the reference's outputs.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import ExportError, Tensor
 from export.quiet import quiet
-from export.reference import REFERENCES, Values
+from export.reference import REFERENCES
 from export.stored import first_line
 from export.write import DATA, MODEL, Progress
 
 WHOLE_LIMIT = 2 * 2**30  # bytes of weights
+PIECE_LIMIT = 256 * 2**20  # bytes of weights in one session of a stage, if a tensor is not larger
 # Allowed differences as a part of the largest value that is added to a stage's input, or that an
 # engine puts out. FP32 in another order differs by about 1e-6 of it in one stage, and by more after
 # tens of them in a trained model; a wrong operator, mask or weight by 1e-3 and more.
@@ -84,7 +86,13 @@ def verify_whole(engine: Engine, reference: Any, folder: Path, progress: Progres
     worst = 0.0
     for i, case in enumerate(reference.cases):
         progress(what, i + 1, len(reference.cases) + 1)
-        worst = max(worst, check(session, engine.name, case, expected[i], WHOLE_TOLERANCE))
+        feed = {key: value.contiguous().numpy() for key, value in case.items()}
+        outputs = [tensor.name for tensor in engine.outputs]
+        results = run(session, engine.name, outputs, feed)
+        for name, result in zip(outputs, results, strict=True):
+            value = expected[i][name].numpy()
+            error = compare(f"{engine.name}: {name}", result, value, WHOLE_TOLERANCE)
+            worst = max(worst, error)
     progress(what, len(reference.cases) + 1, len(reference.cases) + 1)
     return worst
 
@@ -98,25 +106,100 @@ def verify_stages(
     parts = dict(engine.stages)
     for i, stage in enumerate(reference.stages()):
         progress(what, i, count)
-        name = f"{engine.name}, {stage.name}"
-        produced = {n: engine.value_name(stage.name, n) for n in parts[stage.name].outputs}
-        borders = {
-            tensor.name: Tensor(current[tensor.name], tensor.dtype, tensor.shape)
-            for tensor in parts[stage.name].inputs
-            if tensor.name in current
-        }
-        model = cut(graph, name, list(borders.values()), list(produced.values()))
-        session = open_session(model.SerializeToString(), name, folder, frugal=True)
-        for inputs, outputs in zip(stage.inputs, stage.outputs, strict=True):
-            feed = {tensor.name: inputs[own] for own, tensor in borders.items()}
-            expected = {produced[n]: value for n, value in outputs.items()}
-            before = {produced[n]: inputs[n] for n in outputs if n in inputs}
-            worst = max(worst, check(session, name, feed, expected, STAGE_TOLERANCE, before))
+        part, name = parts[stage.name], f"{engine.name}, {stage.name}"
+        borders = {t.name: current[t.name] for t in part.inputs if t.name in current}
+        produced = {output: engine.value_name(stage.name, output) for output in part.outputs}
+        nodes = cut(graph, name, set(borders.values()), list(produced.values()))
+        feeds = [
+            {borders[own]: value.numpy() for own, value in inputs.items() if own in borders}
+            for inputs in stage.inputs
+        ]
+        results = run_in_pieces(graph, name, nodes, feeds, set(produced.values()), folder)
+        for inputs, outputs, result in zip(stage.inputs, stage.outputs, results, strict=True):
+            for own, expected in outputs.items():
+                base = inputs[own].numpy() if own in inputs else None
+                value = result[produced[own]]
+                error = compare(f"{name}: {own}", value, expected.numpy(), STAGE_TOLERANCE, base)
+                worst = max(worst, error)
         current |= produced
-        del session
     check_collected(engine, graph)
     progress(what, count, count)
     return worst
+
+
+def cut(
+    graph: onnx.ModelProto, name: str, inputs: set[str], outputs: list[str]
+) -> list[onnx.NodeProto]:
+    """The nodes between two sets of a graph's values, in order.
+
+    Raises ExportError if `outputs` depend on anything but `inputs` and initializers.
+    """
+    producer = {value: i for i, node in enumerate(graph.graph.node) for value in node.output}
+    known = inputs | {tensor.name for tensor in graph.graph.initializer} | {""}
+    found: set[int] = set()
+    pending = list(outputs)
+    while pending:
+        value = pending.pop()
+        if value in known:
+            continue
+        if value not in producer:
+            raise ExportError(f"{name}: depends on {value}, which is none of its inputs")
+        known.add(value)
+        found.add(producer[value])
+        pending += graph.graph.node[producer[value]].input
+    return [graph.graph.node[i] for i in sorted(found)]
+
+
+def run_in_pieces(
+    graph: onnx.ModelProto,
+    name: str,
+    nodes: list[onnx.NodeProto],
+    feeds: list[dict[str, np.ndarray]],
+    outputs: set[str],
+    folder: Path,
+) -> list[dict[str, np.ndarray]]:
+    """Runs `nodes` for each of `feeds`, in sessions with few weights each."""
+    weights = {tensor.name: tensor for tensor in graph.graph.initializer}
+    pieces: list[list[onnx.NodeProto]] = [[]]
+    size = 0
+    for node in nodes:
+        more = sum(4 * math.prod(weights[value].dims) for value in node.input if value in weights)
+        if size + more > PIECE_LIMIT and pieces[-1]:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(node)
+        size += more
+    values = [dict(feed) for feed in feeds]
+    for i, piece in enumerate(pieces):
+        made = {value for node in piece for value in node.output}
+        used = dict.fromkeys(value for node in piece for value in node.input if value)
+        needed = {value for later in pieces[i + 1 :] for node in later for value in node.input}
+        wanted = [value for value in made if value in needed or value in outputs]
+        borders = [value for value in used if value not in made and value not in weights]
+        model = onnx.helper.make_model(
+            onnx.helper.make_graph(
+                piece,
+                name,
+                [
+                    onnx.helper.make_tensor_value_info(
+                        value,
+                        onnx.helper.np_dtype_to_tensor_dtype(values[0][value].dtype),
+                        [None] * values[0][value].ndim,
+                    )
+                    for value in borders
+                ],
+                [onnx.helper.make_empty_tensor_value_info(value) for value in wanted],
+                [weights[value] for value in used if value in weights],
+            ),
+            opset_imports=graph.opset_import,
+            ir_version=graph.ir_version,
+        )
+        session = open_session(model.SerializeToString(), name, folder)
+        for case in values:
+            feed = {value: case[value] for value in borders}
+            case |= zip(wanted, run(session, name, wanted, feed), strict=True)
+        del session
+    return values
 
 
 def check_collected(engine: Engine, graph: onnx.ModelProto) -> None:
@@ -127,46 +210,6 @@ def check_collected(engine: Engine, graph: onnx.ModelProto) -> None:
             raise ExportError(
                 f"{engine.name}: {engine.collected} does not join all blocks in order"
             )
-
-
-def cut(
-    graph: onnx.ModelProto, name: str, inputs: list[Tensor], outputs: list[str]
-) -> onnx.ModelProto:
-    """The part of a graph between two sets of its values, with the initializers it needs.
-
-    Raises ExportError if `outputs` depend on anything but `inputs` and initializers.
-    """
-    producer = {value: node for node in graph.graph.node for value in node.output}
-    initializers = {tensor.name: tensor for tensor in graph.graph.initializer}
-    seen = {tensor.name for tensor in inputs}
-    nodes, constants = set(), []
-    pending = list(outputs)
-    while pending:
-        value = pending.pop()
-        if value in seen or not value:
-            continue
-        seen.add(value)
-        if value in initializers:
-            constants.append(initializers[value])
-        elif value in producer:
-            nodes.add(producer[value].name)
-            pending += producer[value].input
-        else:
-            raise ExportError(f"{name}: depends on {value}, which is none of its inputs")
-    return onnx.helper.make_model(
-        onnx.helper.make_graph(
-            [node for node in graph.graph.node if node.name in nodes],
-            "part",
-            [
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.dtype.value, tensor.shape)
-                for tensor in inputs
-            ],
-            [onnx.helper.make_empty_tensor_value_info(value) for value in outputs],
-            constants,
-        ),
-        opset_imports=graph.opset_import,
-        ir_version=graph.ir_version,
-    )
 
 
 def check_borders(engine: str, found: Any, declared: tuple[Tensor, ...]) -> None:
@@ -191,17 +234,19 @@ def check_borders(engine: str, found: Any, declared: tuple[Tensor, ...]) -> None
             )
 
 
-def open_session(model: Path | bytes, name: str, folder: Path, frugal: bool = False) -> Any:
+def open_session(model: Path | bytes, name: str, folder: Path) -> Any:
+    """A session of the whole graph's file, or of a piece of it, whose weights stay in the mapped
+    data file: no transposed or packed copies, no memory pool."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    if frugal:  # leave the weights in the mapped file: no packed copies, no memory pool
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_cpu_mem_arena = False
     if isinstance(model, bytes):
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
         )
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -210,33 +255,14 @@ def open_session(model: Path | bytes, name: str, folder: Path, frugal: bool = Fa
         ) from error
 
 
-def check(
-    session: Any,
-    name: str,
-    inputs: Values,
-    expected: Values,
-    tolerance: float,
-    before: Values | None = None,
-) -> float:
-    """Runs a graph and compares all of `expected`. Returns the largest absolute difference.
-
-    `before`: for outputs that are a sum with an input, that input; what counts is the difference.
-    Raises ExportError.
-    """
+def run(session: Any, name: str, outputs: list[str], feed: dict[str, np.ndarray]) -> Any:
     try:
-        feed = {key: value.contiguous().numpy() for key, value in inputs.items()}
-        results = session.run(list(expected), feed)
+        return session.run(outputs, feed)
     except Exception as error:
-        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in inputs.items())
+        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in feed.items())
         raise ExportError(
             f"{name}: the graph does not take {shapes}: {first_line(error)}"
         ) from error
-    worst = 0.0
-    for (key, value), result in zip(expected.items(), results, strict=True):
-        base = before[key].numpy() if before and key in before else None
-        difference = compare(f"{name}: {key}", result, value.numpy(), tolerance, base)
-        worst = max(worst, difference)
-    return worst
 
 
 def compare(

@@ -1,8 +1,10 @@
 """`python -m serving --repository DIR --profile NAME`: serves an exported repository."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from serving.errors import ServeError
 from serving.installation import BINARY_VARIABLE
@@ -49,6 +51,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def say(text: str, stream: TextIO) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal must not end the service
+        print(text, file=stream, flush=True)
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
@@ -69,16 +76,16 @@ def main(arguments: list[str]) -> int:
         return 1
 
     def announce() -> None:
-        print(
+        say(
             f"Ready: profile {server.profile} of {server.repository}\n"
             f"  HTTP     http://{server.http_url}\n"
             f"  gRPC     {server.grpc_url}\n"
             f"  metrics  {server.metrics_url}",
-            flush=True,
+            sys.stdout,
         )
 
     def report(sentence: str) -> None:
-        print(sentence, file=sys.stderr, flush=True)
+        say(sentence, sys.stderr)
 
     supervisor = Supervisor(
         server, start_timeout=options.start_timeout, report=report, announce=announce

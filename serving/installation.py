@@ -21,7 +21,9 @@ class Installation:
     """A tritonserver binary with the folders it needs.
 
     `backends` maps a backend's name to the files or the one folder that make it up; `libraries`
-    go to the front of LD_LIBRARY_PATH, `executables` to the front of PATH.
+    go to the front of LD_LIBRARY_PATH, `executables` to the front of PATH: the interpreter of a
+    Python model is an isolated one, which ignores PYTHONPATH and takes the packages of the first
+    `python3` on the PATH.
     """
 
     binary: Path
@@ -59,6 +61,12 @@ def embedded_problem() -> str | None:
     problems = preflight.embedded_server_problems()
     if problems:
         return problems[0]
+    beside = Path(sys.executable).with_name("python3")
+    if not (beside.exists() and beside.samefile(sys.executable)):
+        return (
+            f"The embedded server would run its models with another Python than {sys.executable}, "
+            "which has no `python3` beside it: use a virtual environment (`make setup`)."
+        )
     try:
         numpy = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
@@ -94,8 +102,6 @@ def _embedded_installation() -> Installation:
             ]
         },
         libraries=[package.parent / "nvidia_pytriton.libs", Path(library).parent],
-        # The stubs' interpreter is an isolated one: it ignores PYTHONPATH and takes the packages
-        # of the first `python3` on the PATH.
         executables=[Path(sys.executable).parent],
         caches=server / "caches",
     )
@@ -113,9 +119,13 @@ def _stock_installation(binary: Path) -> Installation:
             f"{binary} has no Python backend at {looked}: use NVIDIA's container image with all "
             "backends, or the embedded server (`make setup`)."
         )
+    stub = backends / "python/triton_python_backend_stub"
+    library = "libpython{}.{}.so".format(*sys.version_info[:2])
+    ours = stub.is_file() and library.encode() in stub.read_bytes()
     return Installation(
         binary=binary,
         backends={folder.name: folder for folder in sorted(backends.iterdir()) if folder.is_dir()},
         libraries=[],
-        executables=[],
+        # This environment's packages, if the backend was built for this version of Python.
+        executables=[Path(sys.executable).parent] if ours else [],
     )

@@ -199,6 +199,12 @@ class TritonServer:
         return {"HTTP": self.http_port, "GRPC": self.grpc_port, "METRICS": self.metrics_port}
 
     def _launch(self) -> None:
+        try:
+            file = self._log_path.open("a", encoding="utf-8") if self._log_path else None
+        except OSError as error:
+            raise ServeError(
+                f"The log {self._log_path} cannot be written ({error.strerror})."
+            ) from None
         self._runtime = Path(tempfile.mkdtemp(prefix="qwen_image_serving_"))
         backends = self._runtime / "backends"
         _gather_backends(self.installation, self.repository / "backends", backends)
@@ -222,7 +228,10 @@ class TritonServer:
         assert self._leash.stdin is not None
         self._leash.stdin.write(b"%d\n" % self.process.pid)
         self._leash.stdin.flush()
-        self._reader = threading.Thread(target=self._read_log, name="triton-log", daemon=True)
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read_log, args=(self.process.stdout, file), name="triton-log", daemon=True
+        )
         self._reader.start()
 
     def _command(self, backends: Path) -> list[str]:
@@ -261,20 +270,22 @@ class TritonServer:
                 environment[variable] = ":".join(values)
         return environment
 
-    def _read_log(self) -> None:
+    def _read_log(self, output: IO[bytes], file: IO[str] | None) -> None:
         """Copies the server's output to where it belongs, until the last process closes it."""
-        assert self.process is not None and self.process.stdout is not None
-        file = self._log_path.open("a", encoding="utf-8") if self._log_path else None
-        with self.process.stdout as output:
-            for raw in output:
-                line = raw.decode("utf-8", "replace")
-                self._tail.append(line.rstrip("\n"))
-                for sink in (self._log, file):
-                    if sink is not None:
-                        sink.write(line)
-                        sink.flush()
+        sinks = [sink for sink in (self._log, file) if sink is not None]
+        for raw in output:
+            line = raw.decode("utf-8", "replace")
+            self._tail.append(line.rstrip("\n"))
+            for sink in list(sinks):
+                try:
+                    sink.write(line)
+                    sink.flush()
+                except (OSError, ValueError):  # a full disk, a closed terminal
+                    sinks.remove(sink)  # the server would block if nobody read its output
+        output.close()
         if file is not None:
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _wait_until_ready(self, timeout: float, cancelled: Callable[[], bool] | None) -> None:
         assert self.process is not None

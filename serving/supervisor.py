@@ -147,7 +147,9 @@ class Supervisor:
                 kill_group(self.server.process.pid)
             self._stopping.set()
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under `nohup`
+            numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield

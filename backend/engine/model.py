@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from runtimes import EngineError, TensorSpec, check_signature
 
 

@@ -114,7 +114,7 @@ def test_a_folder_with_other_contents_is_not_replaced(tmp_path):
 
 
 def test_an_unknown_profile_lists_those_there_are():
-    with pytest.raises(BuildError, match="no profile 'b301'; the profiles are .*cpu"):
+    with pytest.raises(BuildError, match=r"no profile 'b301'; the profiles are .*cpu"):
         load_profile("b301")
 
 

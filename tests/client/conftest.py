@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+
 from qwen_image_client import Client, Protocol
 
 from .fake_server import FakeServer

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+
 from qwen_image_client import (
     AsyncClient,
     Client,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from qwen_image_client import Protocol
 from qwen_image_client.bench import make_prompts
 from qwen_image_client.cli import main

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+
 from qwen_image_client import Client, Protocol, ServerUnavailableError
 
 from .fake_server import FakeServer

@@ -1,4 +1,5 @@
 import pytest
+
 from qwen_image_client import (
     DeadlineExceededError,
     InvalidRequestError,

@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from qwen_image_client import InvalidRequestError
 from qwen_image_client.fields import check_timeout, encode_fields
 

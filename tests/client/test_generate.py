@@ -7,6 +7,7 @@ import time
 import uuid
 
 import pytest
+
 from qwen_image_client import (
     AsyncClient,
     Client,

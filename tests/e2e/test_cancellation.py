@@ -5,9 +5,9 @@ import uuid
 
 import pytest
 import tritonclient.grpc as grpcclient
-from qwen_image_client import AsyncClient, Client, RequestCancelledError
 from tritonclient.utils import InferenceServerException
 
+from qwen_image_client import AsyncClient, Client, RequestCancelledError
 from tests.e2e.serving_helpers import SMALL, Call, generate, metrics, tensors, wait_until
 
 STEPS = "qwen_image_steps_total"

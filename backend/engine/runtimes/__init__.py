@@ -14,9 +14,11 @@ All three raise `EngineError` with one sentence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+Dtypes = dict[str, "np.dtype[Any]"]
 
 
 class EngineError(Exception):
@@ -38,16 +40,16 @@ def check_signature(
     Raises:
         EngineError: names what differs on both sides.
     """
-    config = {spec.name: np.dtype(spec.dtype) for spec in declared}
-    engine = {spec.name: np.dtype(spec.dtype) for spec in actual}
+    config: Dtypes = {spec.name: np.dtype(spec.dtype) for spec in declared}
+    engine: Dtypes = {spec.name: np.dtype(spec.dtype) for spec in actual}
     if config != engine:
         differing = sorted(set(config.items()) ^ set(engine.items()), key=str)
         names = sorted({name for name, _ in differing})
         raise EngineError(
-            f"the {direction} {', '.join(names)} differ: config.pbtxt has {_listed(config, names)}, "
-            f"the engine has {_listed(engine, names)}"
+            f"the {direction} {', '.join(names)} differ: config.pbtxt has "
+            f"{_listed(config, names)}, the engine has {_listed(engine, names)}"
         )
 
 
-def _listed(tensors: dict[str, np.dtype], names: Sequence[str]) -> str:
+def _listed(tensors: Dtypes, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {tensors[name]}" for name in names if name in tensors) or "none"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+
 from runtimes import EngineError, TensorSpec
 
 _DTYPES = {
@@ -58,9 +59,7 @@ class Runtime:
         options.enable_cpu_mem_arena = False
         options.log_severity_level = 3
         try:
-            self._session = onnxruntime.InferenceSession(
-                str(artifact), options, providers=wanted
-            )
+            self._session = onnxruntime.InferenceSession(str(artifact), options, providers=wanted)
         except Exception as error:
             raise EngineError(f"{artifact.name} cannot be loaded: {_one_line(error)}") from None
         self.inputs = [TensorSpec(n.name, _dtype(n)) for n in self._session.get_inputs()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
 from admission import Admission
 from generation import Generation, StopSignal
 from latents import initial_noise, position_ids, unpack
@@ -58,9 +59,10 @@ class Engines(Protocol):
 class Metrics(Protocol):
     """Where the generator reports what it does."""
 
-    encoder_cache: CacheMetrics
-    modulation_cache: CacheMetrics
-
+    @property
+    def encoder_cache(self) -> CacheMetrics: ...
+    @property
+    def modulation_cache(self) -> CacheMetrics: ...
     def stage(self, name: str, seconds: float) -> None: ...
     def step(self) -> None: ...
     def load(self, in_flight: int, queued: int) -> None: ...
@@ -160,7 +162,8 @@ class Generator:
                     latents.repeat(len(prompts), 1, 1), conditioning, modulation
                 )
                 if generation.guided:
-                    noise_pred = guide(*noise_pred.chunk(2), generation.true_cfg_scale)
+                    positive, negative = noise_pred.chunk(2)
+                    noise_pred = guide(positive, negative, generation.true_cfg_scale)
                 latents = euler_step(
                     latents, noise_pred, schedule.sigmas[step], schedule.sigmas[step + 1]
                 )

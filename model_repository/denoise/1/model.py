@@ -20,6 +20,7 @@ import diffusers
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
+
 from generation import (
     Cancelled,
     Generation,

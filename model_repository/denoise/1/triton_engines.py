@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton_python_backend_utils as pb_utils
+
 from generation import Cancelled, GenerationError, InvalidGeneration, Unavailable
 from generator import Conditioning, Modulation
 
@@ -26,9 +27,7 @@ class TritonEngines:
         self._max_modulation_rows = max_modulation_rows
 
     async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
-        (states,) = await self._call(
-            "text_encoder", {"input_ids": input_ids}, ["hidden_states"]
-        )
+        (states,) = await self._call("text_encoder", {"input_ids": input_ids}, ["hidden_states"])
         return states
 
     async def modulate(self, timesteps: torch.Tensor) -> list[Modulation]:
@@ -37,7 +36,9 @@ class TritonEngines:
             block, final = await self._call(
                 "modulation", {"timestep": rows}, ["block_modulation", "final_modulation"]
             )
-            modulations += [Modulation(b.clone(), f.clone()) for b, f in zip(block, final, strict=True)]
+            modulations += [
+                Modulation(b.clone(), f.clone()) for b, f in zip(block, final, strict=True)
+            ]
         return modulations
 
     async def predict_noise(
@@ -77,8 +78,8 @@ class TritonEngines:
         except pb_utils.TritonModelException as error:
             raise _failure(model, None, str(error)) from None
         if response.has_error():
-            error = response.error()
-            raise _failure(model, error.code(), error.message())
+            failure = response.error()
+            raise _failure(model, failure.code(), failure.message())
         tensors = [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
         # The arrays are views of the response's memory, which goes with it: copy.
         return [torch.from_numpy(tensor.as_numpy().copy()) for tensor in tensors]

@@ -65,9 +65,7 @@ class TritonMetrics:
             for outcome in _OUTCOMES
         }
         self._stages = {
-            stage: families["stage_seconds"].Metric(
-                labels={"stage": stage}, buckets=_STAGE_BUCKETS
-            )
+            stage: families["stage_seconds"].Metric(labels={"stage": stage}, buckets=_STAGE_BUCKETS)
             for stage in _STAGES
         }
 

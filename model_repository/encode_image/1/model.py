@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from image_files import encode
 
 # The same as in `denoise`, whose histogram this one joins.
@@ -53,7 +54,10 @@ class TritonPythonModel:
                 error=pb_utils.TritonError(f"encode_image failed: {error!r}")
             )
         # Decoding counts from the end of denoising, so that it holds the decoder's queue.
-        seconds = {"decode": started - record.pop("denoised_at"), "pack": time.monotonic() - started}
+        seconds = {
+            "decode": started - record.pop("denoised_at"),
+            "pack": time.monotonic() - started,
+        }
         for stage, value in seconds.items():
             self._stages[stage].observe(value)
             record["stages_ms"][stage] = round(value * 1000, 3)

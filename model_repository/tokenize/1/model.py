@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from generation_fields import (
     FIELDS,
     GenerationFields,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from generation_fields import InvalidRequest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from generation_fields import InvalidRequest
 
 # No token of Qwen2's vocabulary is longer than this many bytes, so that a longer text cannot fit
 # and need not be tokenized to find out.

@@ -2,6 +2,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+
 from runtimes import EngineError, TensorSpec, check_signature
 from runtimes.onnx import Runtime
 
@@ -30,7 +31,7 @@ def test_it_runs_batches_of_any_size(engine):
 
 
 def test_an_unknown_provider_lists_those_that_are_there(engine):
-    with pytest.raises(EngineError, match="'NoSuchExecutionProvider'.*CPUExecutionProvider"):
+    with pytest.raises(EngineError, match=r"'NoSuchExecutionProvider'.*CPUExecutionProvider"):
         Runtime(engine, {"providers": "NoSuchExecutionProvider, CPUExecutionProvider"})
 
 
@@ -48,7 +49,7 @@ def test_wrong_shapes_are_one_sentence_that_names_them(engine):
 def test_a_config_that_disagrees_with_the_engine_names_both_sides(engine):
     actual = Runtime(engine, {}).inputs
     check_signature("inputs", [TensorSpec("x", np.float32)], actual)
-    with pytest.raises(EngineError, match="config.pbtxt has x int64, the engine has x float32"):
+    with pytest.raises(EngineError, match=r"config\.pbtxt has x int64, the engine has x float32"):
         check_signature("inputs", [TensorSpec("x", np.int64)], actual)
     with pytest.raises(EngineError, match="inputs x, z differ"):
         check_signature("inputs", [TensorSpec("z", np.float32)], actual)

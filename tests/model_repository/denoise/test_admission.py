@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from admission import Admission
 from generation import Cancelled, StopSignal, Unavailable
 

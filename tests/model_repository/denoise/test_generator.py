@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+
 from generation import Cancelled, Generation, GenerationError, InvalidGeneration, StopSignal
 from generator import Generator, Limits, Modulation
 from latents import initial_noise, unpack
-
 from tests.model_repository.denoise.test_output_cache import Counts
 
 CHECKPOINT = {
@@ -99,9 +99,7 @@ def never():
 def test_one_call_a_step_holds_both_predictions_of_every_image():
     engines = FakeEngines()
     generator, metrics = new(engines)
-    latents, record = asyncio.run(
-        generator.generate(generation(num_images_per_prompt=3), never())
-    )
+    latents, record = asyncio.run(generator.generate(generation(num_images_per_prompt=3), never()))
     assert latents.shape == (3, 16, 4, 6)
     assert record["seeds"] == [7, 8, 9]
     assert metrics.steps == len(engines.steps) == 3

@@ -3,6 +3,7 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from diffusers.utils.torch_utils import randn_tensor
+
 from latents import initial_noise, pack, position_ids, unpack
 
 

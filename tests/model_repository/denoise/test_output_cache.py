@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from output_cache import OutputCache
 
 

@@ -1,5 +1,6 @@
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+
 from sampler import euler_step, guide
 
 

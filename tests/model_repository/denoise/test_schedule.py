@@ -3,6 +3,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
 from schedule import Scheduler, shift
 
 # As in the published 20B checkpoints.

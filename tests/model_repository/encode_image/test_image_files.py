@@ -3,8 +3,9 @@ import io
 
 import numpy as np
 import pytest
-from image_files import encode
 from PIL import Image
+
+from image_files import encode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 

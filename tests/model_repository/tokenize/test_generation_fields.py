@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from generation_fields import FIELDS, InvalidRequest, Limits, judge, judge_parameters
 
 LIMITS = Limits(
@@ -112,7 +113,9 @@ def test_the_seed_leaves_room_for_every_image():
     ],
 )
 def test_an_unknown_parameter_is_refused_with_the_nearest_field(name, nearest):
-    with pytest.raises(InvalidRequest, match=f"unknown parameter '{name}': did you mean '{nearest}'"):
+    with pytest.raises(
+        InvalidRequest, match=f"unknown parameter '{name}': did you mean '{nearest}'"
+    ):
         judge_parameters([name])
 
 

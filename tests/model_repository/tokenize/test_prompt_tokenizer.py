@@ -1,12 +1,21 @@
 import pytest
-from generation_fields import InvalidRequest
-from prompt_tokenizer import PromptTokenizer
 from transformers import AutoTokenizer
 
 from export.checkpoint import Checkpoint
+from generation_fields import InvalidRequest
+from prompt_tokenizer import PromptTokenizer
 from tests.make_checkpoint import cached_checkpoint
 
-PROMPTS = ["a red fox", "", " ", "\n\nx", "狐狸在雪地里", "🦊❄️", "{x} {{}} {}", "<|im_end|>\n<|im_start|>user"]
+PROMPTS = [
+    "a red fox",
+    "",
+    " ",
+    "\n\nx",
+    "狐狸在雪地里",
+    "🦊❄️",
+    "{x} {{}} {}",
+    "<|im_end|>\n<|im_start|>user",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,7 @@ def test_the_limit_counts_the_suffix_and_nothing_is_cut(tokenizer):
     suffix = len(tokenizer.encode("prompt", "")) - 34
     longest = "1" * (1024 - suffix)  # a digit is a token of its own
     assert len(tokenizer.encode("prompt", longest)) == 1024 + 34
-    with pytest.raises(InvalidRequest, match="negative_prompt has 1025 tokens .* at most 1024"):
+    with pytest.raises(InvalidRequest, match=r"negative_prompt has 1025 tokens .* at most 1024"):
         tokenizer.encode("negative_prompt", longest + "1")
 
 

@@ -1,0 +1,66 @@
+# The environment is .venv; every target sets up what it needs.
+PYTHON ?= python3
+PROFILE ?= cpu
+REPOSITORY ?= artifacts/$(PROFILE)
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+VERIFY ?= auto
+PROMPT ?= a red fox in the snow
+OUT ?= demo.png
+# Further arguments for pip, such as another index that has a CPU build of torch.
+PIP_ARGS ?=
+
+BIN := .venv/bin
+MODELS := tokenize denoise encode_image
+
+.PHONY: help setup demo test lint format export serve bench clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: .venv/.installed  ## make .venv with everything in it
+
+.venv/.installed: requirements.txt client/pyproject.toml
+	$(PYTHON) serving/preflight.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable client
+	touch $@
+
+demo: setup  ## export a small checkpoint, serve it, write $(OUT)
+	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)"
+
+test: setup  ## run all tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy export build serving bench client/qwen_image_client tests/make_checkpoint.py
+	@for model in $(MODELS); do \
+	    folder=model_repository/$$model/1; \
+	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \
+	done
+	cd backend/engine && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml model.py runtimes
+
+format: setup  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=full]
+	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make export CHECKPOINT=<dir>" >&2; exit 1; }
+	@$(BIN)/python -m build --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
+	    --repository "$(REPOSITORY)" --verify "$(VERIFY)"
+
+serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRICS_PORT=]
+	@exec $(BIN)/python -m serving --repository "$(REPOSITORY)" --profile "$(PROFILE)" \
+	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+
+bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
+	$(BIN)/python -m bench.serving
+	$(BIN)/python -m bench.export_memory
+
+clean:  ## remove everything that was made
+	rm -rf .venv artifacts

@@ -1,0 +1,51 @@
+"""`make demo`: a small checkpoint, exported, served, asked for one picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from serving.errors import ServeError
+from serving.server import TritonServer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--output", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--repository", type=Path, default=Path("artifacts/demo"))
+    arguments = parser.parse_args()
+    # These import torch and diffusers, which takes seconds: --help need not wait for them.
+    from build import BuildError, assemble, load_profile
+    from export import CheckpointError, ExportError
+    from qwen_image_client import Client, QwenImageError
+    from tests.make_checkpoint import cached_checkpoint
+
+    try:
+        print("making a small checkpoint with random weights …", flush=True)
+        checkpoint = cached_checkpoint()
+        print("exporting it to engines (kept for the next time) …", flush=True)
+        assemble(checkpoint, load_profile("cpu"), arguments.repository.resolve())
+        print("starting the server …", flush=True)
+        with (
+            TritonServer(arguments.repository) as server,
+            Client(server.grpc_url) as client,
+        ):
+            print(f"asking {server.grpc_url} for {arguments.prompt!r} …", flush=True)
+            generation = client.generate(arguments.prompt, num_inference_steps=20)
+        generation.images[0].save(arguments.output)
+    except (BuildError, CheckpointError, ExportError, ServeError, QwenImageError) as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    stages = ", ".join(f"{k} {v:.0f} ms" for k, v in generation.metadata["stages_ms"].items())
+    print(f"{arguments.output}: seed {generation.seeds[0]} ({stages})")
+    print("The weights are random, so the picture is noise; the path is the real one.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
