@@ -327,8 +327,8 @@ class VaeDecoder(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:  # [B, z, h, w] → UINT8 [B, 8h, 8w, 3]
         image = self.decoder(self.post_quant_conv(latents))
-        pixels = (image * 0.5 + 0.5).clamp(0, 1) * 255
-        return pixels.round().to(torch.uint8).permute(0, 2, 3, 1)
+        pixels = ((image * 0.5 + 0.5).clamp(0, 1) * 255).permute(0, 2, 3, 1)
+        return pixels.round().to(torch.uint8)  # last: TensorRT takes uint8 at a border only
 
 
 def pixel_convolution(conv: Any) -> nn.Conv2d:

@@ -53,10 +53,8 @@ class Runtime:
         # Several engines share the cores, each in a process of its own: a thread that spins for
         # work takes them from the others.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Shapes vary from call to call. A plan for one of them does not fit the next, and an
-        # arena keeps what the largest one took.
+        # Shapes vary from call to call: a plan made for one of them does not fit the next.
         options.enable_mem_pattern = False
-        options.enable_cpu_mem_arena = False
         options.log_severity_level = 3
         try:
             self._session = onnxruntime.InferenceSession(str(artifact), options, providers=wanted)
