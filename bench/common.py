@@ -1,4 +1,4 @@
-"""What the benchmarks share: a served small checkpoint, and results with the machine they are of."""
+"""What the benchmarks share: a served small checkpoint, and results beside their machine."""
 
 from __future__ import annotations
 

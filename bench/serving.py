@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import tritonclient.grpc as grpcclient
-from qwen_image_client import AsyncClient, Client
 
 from bench.common import Stopwatch, served, small_repository, write_result
+from qwen_image_client import AsyncClient, Client
 from serving.server import TritonServer
 
 ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")

@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 import psutil
-from qwen_image_client import AsyncClient
 from tqdm import tqdm
 
 from bench.common import served, small_repository, write_result
+from qwen_image_client import AsyncClient
 from serving.server import TritonServer
 
 # Of the requests: the first ones bring every engine to the largest shapes, then memory is flat.
