@@ -33,7 +33,7 @@ STUB_NAME = "triton_python_backend_stub"
 # the ten seconds in which a service manager expects an end.
 EXIT_TIMEOUT = 5
 KILL_TIMEOUT = 5.0  # seconds until a killed process has given back its memory
-LOG_TAIL_LINES = 500
+LOG_TAIL_LINES = 2000  # tritonserver's usage text alone takes 400
 # Triton opens its ports only when the models are loaded. Below 32768 no outgoing connection takes
 # one of them meanwhile (Linux' default net.ipv4.ip_local_port_range).
 FREE_PORTS = range(20000, 32768)
@@ -133,6 +133,11 @@ class TritonServer:
         try:
             self._launch()
             self._wait_until_ready(timeout, cancelled)
+        except OSError as error:
+            self.kill()
+            raise ServeError(
+                f"The server {self.installation.binary} cannot be run: {error}."
+            ) from None
         except BaseException:
             self.kill()
             raise
@@ -151,13 +156,13 @@ class TritonServer:
 
     def kill(self) -> int | None:
         """Ends the server and all its stubs at once, and removes what they leave behind."""
-        if self.process is None:
-            return None
-        kill_group(self.process.pid)
-        code = self.process.wait()
-        wait_for_group(self.process.pid, KILL_TIMEOUT)
+        code = None
+        if self.process is not None:
+            kill_group(self.process.pid)
+            code = self.process.wait()
+            wait_for_group(self.process.pid, KILL_TIMEOUT)
+            self.process = None
         self._clean_up()
-        self.process = None
         return code
 
     def stubs(self) -> list[Stub]:
@@ -247,6 +252,9 @@ class TritonServer:
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
             "--strict-readiness=true",
+            # The configurations are complete; to complete them, Triton would start every Python
+            # model twice.
+            "--disable-auto-complete-config",
             f"--exit-timeout-secs={EXIT_TIMEOUT}",
         ]
         for backend in ("python", "engine"):
@@ -325,7 +333,7 @@ class TritonServer:
             self._reader.join(1.0)
         if self._leash is not None and self._leash.stdin is not None:
             with contextlib.suppress(OSError):  # it was killed
-                self._leash.stdin.write(b"released\n")
+                self._leash.stdin.write(b"released\n" * 2)  # the first may be read as the group
                 self._leash.stdin.close()
             self._leash.wait()
         for leftover in Path("/dev/shm").glob(f"{self.shared_memory_prefix}*"):
@@ -374,7 +382,7 @@ def _end_of_server(log: Sequence[str], code: int) -> str:
     )
     if busy:
         return f"The server's {busy[1]} service failed to start: {busy[2]}."
-    errors = [line for line in log if line.startswith("error")]
+    errors = [line for line in log if line.startswith("error") or "unrecognized option" in line]
     last = next((line for line in reversed(errors or log) if line.strip()), "it wrote nothing")
     return f"The server ended with code {code} while starting: {last.strip()}"
 
@@ -400,6 +408,9 @@ def _distinct_ports(host: str, ports: Sequence[int | None]) -> list[int]:
     named = [port for port in ports if port is not None]
     if len(set(named)) < len(named):
         raise ServeError(f"HTTP, gRPC and metrics need three different ports, not {named}.")
+    problem = _port_problem(host, 0)
+    if problem:
+        raise ServeError(f"{problem}: choose an address of this machine.")
     chosen: list[int] = []
     for port in ports:
         while port is None:
@@ -418,5 +429,6 @@ def _port_problem(host: str, port: int) -> str | None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            return f"Port {port} on {host} cannot be used ({error.strerror})"
+            place = f"Port {port} on {host}" if port else f"The address {host}"
+            return f"{place} cannot be used ({error.strerror})"
     return None

@@ -85,6 +85,25 @@ def test_a_busy_port_is_named(repository: Path) -> None:
         TritonServer(repository, http_port=8000, grpc_port=8000)
 
 
+def test_what_cannot_be_run_is_named(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"The address no.such.host cannot be used"):
+        TritonServer(repository, host="no.such.host")
+    with pytest.raises(ServeError, match=r"while starting: .*colour"):
+        TritonServer(repository, extra_args=["--colour=1"]).start()
+
+    (tmp_path / "backends/python").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    binary = tmp_path / "bin/tritonserver"
+    binary.write_bytes(b"\x7fELF")
+    binary.chmod(0o755)
+    server = TritonServer(repository, tritonserver=binary)
+    with pytest.raises(ServeError, match=r"bin/tritonserver cannot be run: .*Exec format error"):
+        server.start()
+    log_path = tmp_path / "nowhere/server.log"
+    with pytest.raises(ServeError, match=r"The log .* cannot be written"):
+        TritonServer(repository, log_path=log_path).start()
+
+
 @pytest.mark.parametrize(
     ("file", "content", "sentence"),
     [
