@@ -70,13 +70,40 @@ class Metrics(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds from the model's configuration. Sizes in bytes."""
+    """Bounds from the model's configuration, whose parameters have these names."""
 
     max_in_flight: int
     max_queued: int
+    default_timeout_ms: int
     encoder_cache_bytes: int
     modulation_cache_bytes: int
+    max_modulation_rows: int
     text_buckets: tuple[int, ...]
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Limits:
+        """Raises ValueError with a sentence that names a parameter that is missing or wrong."""
+
+        def number(name: str, text: str | None, lowest: int) -> int:
+            if text is None or not text.strip().isdecimal() or int(text) < lowest:
+                raise ValueError(
+                    f"the parameter {name} is {text!r}; it must be a whole number from {lowest}"
+                )
+            return int(text)
+
+        def parameter(name: str, lowest: int) -> int:
+            return number(name, parameters.get(name), lowest)
+
+        buckets = parameters.get("text_buckets", "").split(",")
+        return cls(
+            max_in_flight=parameter("max_in_flight", 1),
+            max_queued=parameter("max_queued", 0),
+            default_timeout_ms=parameter("default_timeout_ms", 1),
+            encoder_cache_bytes=parameter("encoder_cache_bytes", 0),
+            modulation_cache_bytes=parameter("modulation_cache_bytes", 0),
+            max_modulation_rows=parameter("max_modulation_rows", 1),
+            text_buckets=tuple(number("text_buckets", bucket, 1) for bucket in buckets),
+        )
 
 
 @dataclass

@@ -59,17 +59,13 @@ class TritonPythonModel:
         }
         repository = Path(args["model_repository"]).parent
         self._checkpoint = json.loads((repository / "checkpoint.json").read_text(encoding="utf-8"))
-        self._default_timeout_ms = int(parameters["default_timeout_ms"])
+        try:
+            self._limits = Limits.from_parameters(parameters)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"denoise/config.pbtxt: {error}") from None
         self._metrics = TritonMetrics()
-        self._limits = Limits(
-            max_in_flight=int(parameters["max_in_flight"]),
-            max_queued=int(parameters["max_queued"]),
-            encoder_cache_bytes=int(parameters["encoder_cache_bytes"]),
-            modulation_cache_bytes=int(parameters["modulation_cache_bytes"]),
-            text_buckets=tuple(int(length) for length in parameters["text_buckets"].split(",")),
-        )
         self._versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-        engines = TritonEngines(int(parameters["max_modulation_rows"]))
+        engines = TritonEngines(self._limits.max_modulation_rows)
         self._generator = Generator(self._checkpoint, engines, self._limits, self._metrics)
         # Ids are the clients' and may repeat, hence a list.
         self._running: defaultdict[str, list[StopSignal]] = defaultdict(list)
@@ -120,6 +116,8 @@ class TritonPythonModel:
         )
 
     def _cancel(self, request_id: str) -> Any:
+        if not request_id:
+            raise InvalidGeneration("cancel is empty; it must be the id of a request")
         signals = self._running.get(request_id, [])
         for stop in signals:
             stop.cancel()
@@ -168,9 +166,9 @@ class TritonPythonModel:
         if microseconds < 0:
             raise InvalidGeneration(
                 f"timeout is {sent!r}; it must be a whole number of microseconds, "
-                f"or 0 for the default of {self._default_timeout_ms} ms"
+                f"or 0 for the default of {self._limits.default_timeout_ms} ms"
             )
-        return -(-microseconds // 1000) or self._default_timeout_ms
+        return -(-microseconds // 1000) or self._limits.default_timeout_ms
 
 
 def _bytes_tensor(name: str, text: str) -> Any:

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 OUTPUT_FORMATS = ("png", "jpeg", "webp")
 RESPONSE_FORMATS = ("bytes", "b64")
@@ -66,6 +67,36 @@ class Limits:
     size_multiple: int
     default_height: int
     default_width: int
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: Mapping[str, str], checkpoint: Mapping[str, Any]
+    ) -> Limits:
+        """From the model's configuration and the repository's `checkpoint.json`.
+
+        Raises:
+            ValueError: a sentence that names a parameter that is missing or wrong.
+        """
+
+        def parameter(name: str) -> int:
+            text = parameters.get(name, "")
+            if not text.strip().isdecimal() or int(text) < 1:
+                raise ValueError(
+                    f"the parameter {name} is {text!r}; it must be a whole number from 1"
+                )
+            return int(text)
+
+        return cls(
+            max_steps=parameter("max_steps"),
+            max_true_cfg_scale=parameter("max_true_cfg_scale"),
+            max_images=parameter("max_images"),
+            min_side=parameter("min_side"),
+            max_side=parameter("max_side"),
+            max_pixels=parameter("max_pixels"),
+            size_multiple=checkpoint["size_multiple"],
+            default_height=checkpoint["default_height"],
+            default_width=checkpoint["default_width"],
+        )
 
 
 @dataclass(frozen=True)

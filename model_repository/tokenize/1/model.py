@@ -28,17 +28,10 @@ class TritonPythonModel:
         }
         folder = Path(args["model_repository"])
         checkpoint = json.loads((folder.parent / "checkpoint.json").read_text(encoding="utf-8"))
-        self._limits = Limits(
-            max_steps=int(parameters["max_steps"]),
-            max_true_cfg_scale=float(parameters["max_true_cfg_scale"]),
-            max_images=int(parameters["max_images"]),
-            min_side=int(parameters["min_side"]),
-            max_side=int(parameters["max_side"]),
-            max_pixels=int(parameters["max_pixels"]),
-            size_multiple=checkpoint["size_multiple"],
-            default_height=checkpoint["default_height"],
-            default_width=checkpoint["default_width"],
-        )
+        try:
+            self._limits = Limits.from_parameters(parameters, checkpoint)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"tokenize/config.pbtxt: {error}") from None
         self._tokenizer = PromptTokenizer(
             folder / args["model_version"] / "tokenizer.json",
             checkpoint["prompt_template"],

@@ -70,6 +70,8 @@ def new(engines, **limits):
     defaults = {
         "max_in_flight": 4,
         "max_queued": 4,
+        "default_timeout_ms": 60_000,
+        "max_modulation_rows": 8,
         "encoder_cache_bytes": 10_000,
         "modulation_cache_bytes": 100_000,
         "text_buckets": (8, 16),
@@ -313,3 +315,32 @@ def test_a_direct_caller_that_forgets_a_tensor_hears_which(name):
 def test_a_direct_caller_cannot_break_the_computation(name, value):
     with pytest.raises(InvalidGeneration, match=name):
         from_tensors(**{name: value})
+
+
+PARAMETERS = {
+    "max_in_flight": "4",
+    "max_queued": "0",
+    "default_timeout_ms": "1000",
+    "encoder_cache_bytes": "0",
+    "modulation_cache_bytes": "0",
+    "max_modulation_rows": "8",
+    "text_buckets": "32, 64",
+}
+
+
+def test_limits_from_the_configuration():
+    limits = Limits.from_parameters(PARAMETERS)
+    assert (limits.max_in_flight, limits.max_queued, limits.text_buckets) == (4, 0, (32, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_in_flight", "0"), ("max_queued", "-1"), ("text_buckets", "32,x")]
+)
+def test_a_wrong_parameter_is_named(name, value):
+    with pytest.raises(ValueError, match=f"the parameter {name} is .* whole number from"):
+        Limits.from_parameters(PARAMETERS | {name: value})
+
+
+def test_a_missing_parameter_is_named():
+    with pytest.raises(ValueError, match="the parameter max_queued is None"):
+        Limits.from_parameters({k: v for k, v in PARAMETERS.items() if k != "max_queued"})

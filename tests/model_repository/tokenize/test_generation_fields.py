@@ -135,3 +135,15 @@ def test_tritons_own_parameters_pass():
 def test_cancel_is_sent_to_the_model_that_reads_it():
     with pytest.raises(InvalidRequest, match="'denoise'"):
         judge_parameters(["cancel"])
+
+
+def test_limits_from_the_configuration():
+    checkpoint = {"size_multiple": 16, "default_height": 512, "default_width": 768}
+    names = ("max_steps", "max_images", "min_side", "max_side", "max_pixels")
+    parameters = {name: str(getattr(LIMITS, name)) for name in names} | {
+        "max_true_cfg_scale": "100"
+    }
+    assert Limits.from_parameters(parameters, checkpoint) == LIMITS
+    for wrong in ("", "0", "many", "-3"):
+        with pytest.raises(ValueError, match=f"the parameter max_pixels is '{wrong}'"):
+            Limits.from_parameters(parameters | {"max_pixels": wrong}, checkpoint)
