@@ -1,46 +1,57 @@
 """Memory and time of the export.
 
-    python -m bench.export_memory [--blocks 6] [--work DIR] [--output FILE]
+    python -m bench.export_memory [--blocks 6] [--work DIR]
 
 Makes a checkpoint whose DiT has the real model's width in bf16 (6 blocks: 4.1 GB), exports it in a
-process of its own and reports how far that process's peak memory rises above its memory right after
-its imports; loads the DiT's graph in another and runs it; then times the export of a small DiT of
-60 blocks. Writes JSON. Needs about 22 GB of disk in DIR and 12 GB of memory for the run.
+process of its own and reports how far that process's peak memory rises above what it has right
+after its imports; loads the DiT's graph in another process and runs it; then times the export of a
+60-block checkpoint of small width. Needs about 13 GB of disk in DIR and 12 GB of memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from bench.common import write_result
 from tests.make_checkpoint import make_checkpoint
 
-RESULTS = Path(__file__).resolve().parent / "results" / "export_memory.json"
 GB = 1e9
 
 EXPORT = """
-import json, resource, sys, time
+import json, re, sys, time
 from pathlib import Path
 import psutil
 from export import Checkpoint, export_checkpoint
-imported = psutil.Process().memory_info().rss
+
+spent = {}
+last = time.monotonic()
+def progress(what, done, total):  # charges the time since the last step to the engine of this one
+    global last
+    now = time.monotonic()
+    engine = what.split(":")[0]
+    spent[engine] = spent.get(engine, 0) + now - last
+    last = now
+
+imports = psutil.Process().memory_info().rss
 start = time.monotonic()
-engines = export_checkpoint(Checkpoint(sys.argv[1]), Path(sys.argv[2]))
-seconds = time.monotonic() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-modes = {name: entry["verified"]["mode"] for name, entry in engines.items()}
-errors = {name: entry["verified"]["max_abs_error"] for name, entry in engines.items()}
-print(json.dumps({"imported": imported, "peak": peak, "seconds": seconds, "modes": modes,
-                  "max_abs_errors": errors}))
+engines = export_checkpoint(Checkpoint(sys.argv[1]), Path(sys.argv[2]), progress=progress)
+print(json.dumps({
+    "imports": imports,
+    # Not getrusage's ru_maxrss, which a child process takes over from its parent.
+    "peak": 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]),
+    "seconds": time.monotonic() - start,
+    "engine_seconds": spent,
+    "verified": {
+        name: {key: entry["verified"][key] for key in ("mode", "max_abs_error")}
+        for name, entry in engines.items()
+    },
+}))
 """
 
 RUN = """
@@ -73,58 +84,52 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+def large(work: Path, blocks: int) -> dict[str, Any]:
+    print(f"making a bf16 checkpoint with {blocks} blocks of the real width")
+    checkpoint = make_checkpoint(
+        work / "checkpoint",
+        blocks=blocks,
+        heads=24,
+        head_size=128,
+        rope_axes=(16, 56, 56),
+        dtype="bfloat16",
+        max_shard_size=2**30,
+    )
+    exported = in_process(EXPORT, checkpoint, work / "engines")
+    return {
+        "checkpoint_gb": round(size(checkpoint / "transformer") / GB, 2),
+        "dit_gb": round(size(work / "engines" / "dit") / GB, 2),
+        "modulation_gb": round(size(work / "engines" / "modulation") / GB, 2),
+        "imports_gb": round(exported["imports"] / GB, 3),
+        "peak_above_imports_gb": round((exported["peak"] - exported["imports"]) / GB, 3),
+        "export_seconds": round(exported["seconds"], 1),
+        "verified": exported["verified"],
+        "dit_run": in_process(RUN, work / "engines" / "dit"),
+    }
+
+
+def deep(work: Path, blocks: int) -> dict[str, Any]:
+    print(f"exporting a small checkpoint with {blocks} blocks")
+    checkpoint = make_checkpoint(work / "checkpoint", blocks=blocks)
+    exported = in_process(EXPORT, checkpoint, work / "engines")
+    return {
+        "blocks": blocks,
+        "export_seconds": round(exported["seconds"], 1),
+        "dit_export_seconds": round(exported["engine_seconds"]["dit"], 1),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.export_memory")
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=6, help="of the large checkpoint")
     parser.add_argument("--work", type=Path, help="folder for the temporary files")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    result: dict[str, Any] = {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": psutil.cpu_count(),
-            "memory_gb": round(psutil.virtual_memory().total / GB, 1),
-            "python": platform.python_version(),
-        }
-    }
-    with tempfile.TemporaryDirectory(dir=options.work) as temporary:
-        work = Path(temporary)
-        print(f"making a bf16 checkpoint with {options.blocks} blocks of the real width")
-        checkpoint = make_checkpoint(
-            work / "large",
-            blocks=options.blocks,
-            heads=24,
-            head_size=128,
-            rope_axes=(16, 56, 56),
-            dtype="bfloat16",
-            max_shard_size=2**30,
-        )
-        exported = in_process(EXPORT, checkpoint, work / "engines")
-        result["large"] = {
-            "checkpoint_gb": round(size(checkpoint / "transformer") / GB, 2),
-            "dit_gb": round(size(work / "engines" / "dit") / GB, 2),
-            "peak_above_imports_gb": round((exported["peak"] - exported["imported"]) / GB, 3),
-            "imported_gb": round(exported["imported"] / GB, 3),
-            "export_seconds": round(exported["seconds"], 1),
-            "verified": exported["modes"],
-            "max_abs_errors": exported["max_abs_errors"],
-            "run": in_process(RUN, work / "engines" / "dit"),
-        }
-        print(json.dumps(result["large"], indent=2))
-    with tempfile.TemporaryDirectory(dir=options.work) as temporary:
-        work = Path(temporary)
-        print("exporting a small checkpoint with 60 blocks")
-        checkpoint = make_checkpoint(work / "deep", blocks=60)
-        start = time.monotonic()
-        exported = in_process(EXPORT, checkpoint, work / "engines")
-        result["deep"] = {
-            "blocks": 60,
-            "export_seconds": round(exported["seconds"], 1),
-            "with_imports_seconds": round(time.monotonic() - start, 1),
-        }
-        print(json.dumps(result["deep"], indent=2))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {}
+    for name, measure, blocks in (("large", large, options.blocks), ("deep", deep, 60)):
+        with tempfile.TemporaryDirectory(dir=options.work) as work:
+            result[name] = measure(Path(work), blocks)
+        print(json.dumps(result[name], indent=1))
+    print(write_result("export_memory", result))
     return 0
 
 

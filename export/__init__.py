@@ -26,8 +26,10 @@ def export_checkpoint(
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
     An engine's folder appears only after its check. Returns for each engine its manifest entry.
-    Raises CheckpointError, ExportError, OSError.
+    Raises CheckpointError, ExportError, OSError; ValueError for another `verify`.
     """
+    if verify not in ("auto", "full"):
+        raise ValueError(f"verify is {verify!r}, but it must be auto or full")
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.save_tokenizer(output / "tokenizer.json")

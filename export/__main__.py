@@ -45,12 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     bar = Bar()
     try:
-        export_checkpoint(Checkpoint(options.checkpoint), options.output, options.verify, bar)
-    except (CheckpointError, ExportError, OSError) as error:
+        checkpoint = Checkpoint(options.checkpoint)
+        engines = export_checkpoint(checkpoint, options.output, options.verify, bar)
+    except (CheckpointError, ExportError) as error:
         bar.close()
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        bar.close()
+        print(f"{error.filename or options.output}: {error.strerror}", file=sys.stderr)
+        return 1
     bar.close()
+    print(f"{options.output}: {', '.join(engines)}")
     return 0
 
 

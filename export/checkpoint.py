@@ -141,7 +141,7 @@ class Checkpoint:
             return build(dict(self.configs[component])).eval()
         except Exception as error:  # whatever a strange config provokes inside the class
             raise CheckpointError(
-                f"{self.path / component / 'config.json'} does not describe a "
+                f"{self.path / component / 'config.json'} does not make a "
                 f"{COMPONENTS[component][0]}: {first_line(error)}"
             ) from error
 
@@ -178,8 +178,8 @@ class Checkpoint:
         for name, tensor in stored.items():
             if name not in expected:
                 raise CheckpointError(
-                    f"{tensor.file} has a tensor {name}, but a {COMPONENTS[component][0]} of this "
-                    "config.json has none of that name"
+                    f"{tensor.file} has a tensor {name}, but the {COMPONENTS[component][0]} of "
+                    "this config.json has none of that name"
                 )
         return stored
 

@@ -23,14 +23,14 @@ from export.stored import first_line
 # The first with Attention, RotaryEmbedding and RMSNormalization, and the last that TensorRT's FP8
 # and NVFP4 forms are known to work with (they begin at 20).
 OPSET = 23
-# What a named dimension measures in the example inputs: any distinct numbers above 1, since the
-# exporter takes a dimension of size 1 for a constant.
+# What a free dimension measures in the example inputs: more than 1, since the exporter takes 0 and
+# 1 for constants; `all_tokens` is the sum of the two before it, `tokens` exceeds a template's.
 EXAMPLE_SIZES = {
     "batch": 2,
     "text_tokens": 3,
     "image_tokens": 5,
     "all_tokens": 8,
-    "tokens": 11,
+    "tokens": 99,
     "height": 6,
     "width": 7,
 }
@@ -160,8 +160,8 @@ class GraphBuilder:
 
     def add(self, part: TracedPart, stage: str, weights: dict[str, ir.Value]) -> None:
         """Appends a copy of `part`, which reads `values` by its inputs' names and replaces those of
-        its outputs' names. New names are `<stage>.<output>` and, inside, `<stage>/<value>`; constants
-        are shared by the copies of a part."""
+        its outputs' names. New names are `<stage>.<output>` and, inside, `<stage>/<value>`; the
+        copies of a part share its constants."""
         known: dict[ir.Value, ir.Value] = {}
         graph = part.graph
         for value, name in zip(graph.inputs, part.inputs + part.weights, strict=True):

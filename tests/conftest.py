@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from build import assemble, load_profile
 from tests.make_checkpoint import cached_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Models as small as these wait for their threads longer than they compute.
+torch.set_num_threads(1)
 
 # Differs from the default in everything that a graph could have frozen.
 OTHER_CONFIG = {

@@ -1,0 +1,236 @@
+"""Nothing wrong is accepted: frozen dimensions, damaged weights, mismatching graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from torch import Tensor as TorchTensor
+from torch import nn
+
+import export
+from export import ExportError, export_checkpoint, verify
+from export.engines import FLOAT, INT64, Engine, engines
+from export.graph import EXAMPLE_SIZES, Part, Tensor, trace
+from export.write import plan_weights, write_engine
+
+from .conftest import Exported
+
+
+def engine_of(exported: Exported, name: str) -> Engine:
+    return next(engine for engine in engines(exported.checkpoint) if engine.name == name)
+
+
+def run_verify(exported: Exported, name: str, folder: Path | None = None) -> dict[str, Any]:
+    engine = engine_of(exported, name)
+    folder = folder or exported.folder / name
+    return verify.verify_engine(engine, exported.checkpoint, folder, "auto", lambda *step: None)
+
+
+@pytest.fixture
+def by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine counts as large, and every session takes few weights."""
+    monkeypatch.setattr(verify, "WHOLE_LIMIT", 0)
+    monkeypatch.setattr(verify, "PIECE_LIMIT", 20_000)
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "modulation", "dit"])
+def test_block_by_block_agrees(exported: Exported, by_stage: None, name: str) -> None:
+    result = run_verify(exported, name)
+    assert result["mode"] == "blocks"
+    assert 0 < result["max_abs_error"] < 1e-4
+
+
+def test_full_runs_a_large_engine_as_a_whole(exported: Exported, by_stage: None) -> None:
+    engine = engine_of(exported, "modulation")
+    folder = exported.folder / "modulation"
+    result = verify.verify_engine(engine, exported.checkpoint, folder, "full", lambda *step: None)
+    assert result["mode"] == "whole"
+
+
+def flip(exported: Exported, folder: Path, name: str) -> None:
+    """Changes the sign of the largest element of one weight in an engine's data."""
+    weight = plan_weights(engine_of(exported, "dit"), exported.checkpoint)[name]
+    data = np.memmap(folder / "model.onnx.data", np.uint8, mode="r+")
+    values = data[weight.offset : weight.offset + weight.length].view(np.float32)
+    values[np.abs(values).argmax()] *= -1
+    data.flush()
+
+
+@pytest.mark.parametrize(
+    "weight", ["attn.to_k.weight", "txt_mlp.net.2.weight", "attn.norm_q.weight"]
+)
+def test_one_damaged_weight_is_found_in_its_block(
+    exported: Exported, by_stage: None, copy_of: Callable[[Path], Path], weight: str
+) -> None:
+    folder = copy_of(exported.folder / "dit")
+    flip(exported, folder, f"transformer_blocks.7.{weight}")
+    with pytest.raises(ExportError, match=r"^dit, block\.7: (image|text) differs from torch's by"):
+        run_verify(exported, "dit", folder)
+
+
+def test_one_damaged_weight_is_found_in_the_whole(
+    exported: Exported, copy_of: Callable[[Path], Path]
+) -> None:
+    folder = copy_of(exported.folder / "dit")
+    flip(exported, folder, "transformer_blocks.7.attn.to_k.weight")
+    with pytest.raises(ExportError, match=r"^dit: noise_pred differs from torch's by"):
+        run_verify(exported, "dit", folder)
+
+
+def test_nan_is_no_match() -> None:
+    expected = np.ones(3, np.float32)
+    for value in (np.nan, np.inf):
+        with pytest.raises(ExportError, match="x differs from torch's"):
+            verify.compare("x", np.array([1, value, 1], np.float32), expected, 1e-4)
+
+
+def edit_graph(folder: Path, change: Callable[[onnx.GraphProto], object]) -> Path:
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    change(model.graph)
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def freeze_declared(graph: onnx.GraphProto) -> None:
+    graph.input[1].type.tensor_type.shape.dim[1].dim_value = 3
+
+
+def change_type(graph: onnx.GraphProto) -> None:
+    graph.input[2].type.tensor_type.elem_type = onnx.TensorProto.UINT8
+    next(node for node in graph.node if "text_mask" in node.input).op_type = "Identity"
+
+
+def rename_output(graph: onnx.GraphProto) -> None:
+    next(node for node in graph.node if "noise_pred" in node.output).output[0] = "noise"
+    graph.output[0].name = "noise"
+
+
+def swap_blocks(graph: onnx.GraphProto) -> None:
+    """Block 5 takes the modulation of block 4."""
+    names = ("block.4.index", "block.5.index")
+    one, other = (t for t in graph.initializer if t.name in names)
+    other.raw_data = one.raw_data
+
+
+def skip_block(graph: onnx.GraphProto) -> None:
+    """Block 6 reads what block 5 has read."""
+    for node in graph.node:
+        if node.name.startswith("block.6/"):
+            for i, value in enumerate(node.input):
+                node.input[i] = value.replace("block.5.image", "block.4.image")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            freeze_declared,
+            r"^dit: encoder_hidden_states has the dimensions \['batch', 3, 64\], but they must be",
+        ),
+        (rename_output, r"^dit: the graph has \['noise'\] where \['noise_pred'\] belong"),
+        (change_type, r"^dit: (text_mask is UINT8, but it must be BOOL|the graph is not valid)"),
+        (swap_blocks, r"^dit: noise_pred differs"),
+        (skip_block, r"^dit: noise_pred differs"),
+    ],
+)
+def test_a_changed_graph_is_refused(
+    exported: Exported, copy_of: Callable[[Path], Path], change: Any, sentence: str
+) -> None:
+    folder = edit_graph(copy_of(exported.folder / "dit"), change)
+    with pytest.raises(ExportError, match=sentence):
+        run_verify(exported, "dit", folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (swap_blocks, r"^dit, block\.5: (image|text) differs"),
+        (skip_block, r"^dit, block\.6: depends on "),
+    ],
+)
+def test_a_changed_graph_is_refused_block_by_block(
+    exported: Exported,
+    by_stage: None,
+    copy_of: Callable[[Path], Path],
+    change: Any,
+    sentence: str,
+) -> None:
+    folder = edit_graph(copy_of(exported.folder / "dit"), change)
+    with pytest.raises(ExportError, match=sentence):
+        run_verify(exported, "dit", folder)
+
+
+def test_blocks_joined_in_the_wrong_order_are_refused(
+    exported: Exported, by_stage: None, copy_of: Callable[[Path], Path]
+) -> None:
+    def change(graph: onnx.GraphProto) -> None:
+        node = next(node for node in graph.node if "block_modulation" in node.output)
+        node.input[3], node.input[4] = node.input[4], node.input[3]
+
+    folder = edit_graph(copy_of(exported.folder / "modulation"), change)
+    with pytest.raises(ExportError, match=r"^modulation: block_modulation does not join all"):
+        run_verify(exported, "modulation", folder)
+
+
+def test_a_truncated_data_file_is_refused(
+    exported: Exported, copy_of: Callable[[Path], Path]
+) -> None:
+    folder = copy_of(exported.folder / "modulation")
+    data = folder / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-4096])
+    with pytest.raises(ExportError, match=r"^modulation: "):
+        run_verify(exported, "modulation", folder)
+
+
+class Frozen(nn.Module):
+    """Does one thing for the length of the example and another for all others."""
+
+    def forward(self, x: TorchTensor) -> TorchTensor:
+        return x * 2 if x.shape[1] == EXAMPLE_SIZES["tokens"] else x
+
+
+def test_a_module_that_fixes_a_dimension_cannot_be_traced() -> None:
+    part = Part(Frozen(), (Tensor("x", FLOAT, ("batch", "tokens")),), ("y",))
+    with pytest.raises(ExportError, match=r"^Frozen cannot be traced: "):
+        trace(part)
+
+
+def test_a_graph_with_a_frozen_length_is_refused(exported: Exported, tmp_path: Path) -> None:
+    """A prologue traced at 41 tokens: its borders look right, its inside does not."""
+    engine = engine_of(exported, "text_encoder")
+    frozen = replace(engine.prologue, inputs=(Tensor("input_ids", INT64, ("batch", 41)),))
+    write_engine(
+        replace(engine, prologue=frozen), exported.checkpoint, tmp_path, lambda *step: None
+    )
+    with pytest.raises(
+        ExportError, match=r"^text_encoder: the graph does not take input_ids \[2, 46\]: "
+    ):
+        run_verify(exported, "text_encoder", tmp_path)
+
+
+def test_an_engine_that_fails_its_check_does_not_appear(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does it replace an older one, nor leave its files behind."""
+
+    def write(engine: Engine, checkpoint: Any, folder: Path, progress: Any) -> None:
+        (folder / "model.onnx").write_text("new")
+
+    def refuse(*arguments: Any) -> None:
+        raise ExportError("modulation: no")
+
+    (tmp_path / "modulation").mkdir()
+    (tmp_path / "modulation" / "model.onnx").write_text("old")
+    monkeypatch.setattr(export, "engines", lambda c: [engine_of(exported, "modulation")])
+    monkeypatch.setattr(export, "write_engine", write)
+    monkeypatch.setattr(export, "verify_engine", refuse)
+    with pytest.raises(ExportError):
+        export_checkpoint(exported.checkpoint, tmp_path)
+    assert (tmp_path / "modulation" / "model.onnx").read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["modulation", "tokenizer.json"]
