@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from build import assemble, load_profile
+from build.assemble import assemble
+from build.profile import load_profile
 from serving.server import TritonServer
 from tests.make_checkpoint import cached_checkpoint
 

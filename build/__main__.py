@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from build.profile import BuildError, load_profile
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m build", description=__doc__)
@@ -19,15 +21,18 @@ def main() -> int:
         help="full: check engines over 2 GB as a whole, too",
     )
     arguments = parser.parse_args()
-    # torch and diffusers take seconds to import: only once the arguments are known to be good.
+    try:
+        profile = load_profile(arguments.profile)
+    except BuildError as error:
+        print(f"export failed: {error}", file=sys.stderr)
+        return 1
+    repository = (arguments.repository or Path("artifacts") / profile.name).resolve()
+    # These import torch and diffusers, which takes seconds.
     from build.assemble import assemble
-    from build.profile import BuildError, load_profile
     from export import CheckpointError, ExportError
 
     try:
-        profile = load_profile(arguments.profile)
-        repository = arguments.repository or Path("artifacts") / profile.name
-        done = assemble(arguments.checkpoint, profile, repository.resolve(), arguments.verify)
+        done = assemble(arguments.checkpoint, profile, repository, arguments.verify)
     except (BuildError, CheckpointError, ExportError) as error:
         print(f"export failed: {error}", file=sys.stderr)
         return 1

@@ -94,4 +94,6 @@ def _describe_engines(engines: dict[str, dict[str, Any]], profile: Profile) -> d
 
 
 def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        source, target, ignore=lambda _, names: [n for n in names if manifest.is_leftover(n)]
+    )

@@ -18,6 +18,11 @@ def digest(path: Path) -> str:
         return _sha256_of(iter(lambda: file.read(2**20), b""))
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder of this name is a cache of some tool, not a source."""
+    return name == "__pycache__" or (name.startswith(".") and name != ".gitkeep")
+
+
 def list_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Returns size and checksum of every file below `folder`, by its relative path."""
     return {
@@ -32,8 +37,9 @@ def digest_of_inputs(values: Mapping[str, Any], sources: Iterable[Path], root: P
     parts = [json.dumps(values, sort_keys=True).encode()]
     for source in sources:
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
-            if path.is_file() and "__pycache__" not in path.parts:
-                parts.append(f"{path.relative_to(root)} {digest(path)}\n".encode())
+            relative = path.relative_to(root)
+            if path.is_file() and not any(is_leftover(part) for part in relative.parts):
+                parts.append(f"{relative} {digest(path)}\n".encode())
     return _sha256_of(parts)
 
 

@@ -17,7 +17,8 @@ def main() -> int:
     parser.add_argument("--repository", type=Path, default=Path("artifacts/demo"))
     arguments = parser.parse_args()
     # These import torch and diffusers, which takes seconds: --help need not wait for them.
-    from build import BuildError, assemble, load_profile
+    from build.assemble import assemble
+    from build.profile import BuildError, load_profile
     from export import CheckpointError, ExportError
     from qwen_image_client import Client, QwenImageError
     from tests.make_checkpoint import cached_checkpoint

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from build import assemble, load_profile
+from build.assemble import assemble
+from build.profile import load_profile
 from tests.make_checkpoint import cached_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]

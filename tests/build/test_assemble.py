@@ -5,11 +5,10 @@ import sys
 
 import pytest
 
-from build import assemble, load_profile, manifest
-from build.assemble import ROOT
-from build.profile import BuildError
+from build import manifest
+from build.assemble import ROOT, assemble
+from build.profile import BuildError, load_profile
 from build.swap import replaced_when_done
-from tests.make_checkpoint import cached_checkpoint
 
 
 def files_of(folder):
@@ -18,13 +17,6 @@ def files_of(folder):
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory):
-    path = tmp_path_factory.mktemp("built") / "repository"
-    assert assemble(cached_checkpoint(), load_profile("cpu"), path)
-    return path
 
 
 def test_the_repository_is_complete_and_its_manifest_true(repository):
@@ -52,20 +44,54 @@ def test_it_names_no_folder_of_the_machine_that_built_it(repository):
             assert str(repository).encode() not in data, name
 
 
-def test_a_second_export_with_nothing_changed_does_nothing(repository):
+def test_a_second_export_with_nothing_changed_does_nothing(repository, checkpoint):
     before = {path: path.stat().st_mtime_ns for path in repository.rglob("*")}
-    assert not assemble(cached_checkpoint(), load_profile("cpu"), repository)
+    assert not assemble(checkpoint, load_profile("cpu"), repository)
     assert {path: path.stat().st_mtime_ns for path in repository.rglob("*")} == before
 
 
-def test_a_damaged_repository_is_rebuilt(repository, tmp_path):
+def exporter_that_takes(repository, calls):
+    """Stands for `export_checkpoint`, which takes half a minute: copies what it has made."""
+
+    def export(checkpoint, output, verify):
+        calls.append(verify)
+        models = repository / "model_repository"
+        engines = manifest.read(repository)["engines"]
+        for engine in engines:
+            shutil.copytree(models / engine / "1", output / engine)
+        shutil.copy(models / "checkpoint.json", output)
+        shutil.copy(models / "tokenize/1/tokenizer.json", output)
+        return engines
+
+    return export
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["model_repository/dit/1/model.onnx.data", "model_repository/denoise/1/model.py"],
+)
+def test_a_damaged_repository_is_rebuilt(damaged, repository, checkpoint, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(repository, copy)
-    data = copy / "model_repository/dit/1/model.onnx.data"
-    data.write_bytes(data.read_bytes()[:-1])
+    path = copy / damaged
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
     assert not manifest.is_intact(copy, manifest.read(copy))
-    assert assemble(cached_checkpoint(), load_profile("cpu"), copy)
+    calls = []
+    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, calls))
+    assert assemble(checkpoint, load_profile("cpu"), copy)
+    assert calls == ["auto"]
     assert manifest.is_intact(copy, manifest.read(copy))
+    assert files_of(copy).keys() == files_of(repository).keys()
+    assert not assemble(checkpoint, load_profile("cpu"), copy)
+
+
+def test_another_checkpoint_is_exported_anew(repository, other_checkpoint, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy)
+    calls = []
+    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, calls))
+    assert assemble(other_checkpoint, load_profile("cpu"), copy, "full")
+    assert calls == ["full"]
 
 
 def test_an_interrupted_export_leaves_the_old_repository_untouched(tmp_path):
@@ -106,10 +132,10 @@ def test_two_exports_into_one_folder_do_not_mix(tmp_path):
         pass
 
 
-def test_a_folder_with_other_contents_is_not_replaced(tmp_path):
+def test_a_folder_with_other_contents_is_not_replaced(tmp_path, checkpoint):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(BuildError, match="holds no exported repository"):
-        assemble(cached_checkpoint(), load_profile("cpu"), tmp_path)
+        assemble(checkpoint, load_profile("cpu"), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
