@@ -13,7 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 
 @lru_cache(maxsize=2)
 def _pipeline(checkpoint: Path) -> QwenImagePipeline:
-    pipeline = QwenImagePipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(checkpoint, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
