@@ -5,6 +5,7 @@ REPOSITORY ?= artifacts/$(PROFILE)
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+HOST ?= 0.0.0.0
 VERIFY ?= auto
 PROMPT ?= a red fox in the snow
 OUT ?= demo.png
@@ -29,7 +30,7 @@ setup: .venv/.installed  ## make .venv with everything in it
 	$(BIN)/python -m pip install --quiet --no-deps --editable client
 	touch $@
 
-demo: setup  ## export a small checkpoint, serve it, write $(OUT)
+demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= OUT=]
 	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)"
 
 test: setup  ## run all tests
@@ -43,7 +44,7 @@ lint: setup  ## check format, style and types
 	    folder=model_repository/$$model/1; \
 	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \
 	done
-	cd backend/engine && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml model.py runtimes
+	@cd backend/engine && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml model.py runtimes
 
 format: setup  ## format the code
 	$(BIN)/ruff format .
@@ -54,13 +55,13 @@ export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=ful
 	@$(BIN)/python -m build --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
 	    --repository "$(REPOSITORY)" --verify "$(VERIFY)"
 
-serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRICS_PORT=]
-	@exec $(BIN)/python -m serving --repository "$(REPOSITORY)" --profile "$(PROFILE)" \
+serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRICS_PORT= HOST=]
+	@exec $(BIN)/python -m serving --repository "$(REPOSITORY)" --profile "$(PROFILE)" --host "$(HOST)" \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
 bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
 	$(BIN)/python -m bench.serving
 	$(BIN)/python -m bench.export_memory
 
-clean:  ## remove everything that was made
-	rm -rf .venv artifacts
+clean:  ## remove the environment and everything exported
+	rm -rf .venv artifacts demo.png .pytest_cache .mypy_cache .ruff_cache

@@ -6,8 +6,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 from build.assemble import assemble
 from build.profile import load_profile
-from serving.server import TritonServer
 from tests.make_checkpoint import cached_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,12 +24,6 @@ def small_repository() -> Path:
     repository = ROOT / "artifacts" / "tests" / "default"
     assemble(cached_checkpoint(), load_profile("cpu"), repository)
     return repository
-
-
-@contextmanager
-def served(repository: Path) -> Iterator[TritonServer]:
-    with TritonServer(repository) as server:
-        yield server
 
 
 def write_result(name: str, values: dict[str, Any]) -> Path:

@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime
 import tritonclient.grpc as grpcclient
 
-from bench.common import Stopwatch, served, small_repository, write_result
+from bench.common import Stopwatch, small_repository, write_result
 from qwen_image_client import AsyncClient, Client
 from serving.server import TritonServer
 
@@ -127,7 +127,7 @@ def _time_of(session: onnxruntime.InferenceSession, rows: int, tokens: int) -> f
 def main() -> None:
     repository = small_repository()
     values = rows(repository)
-    with served(repository) as server:
+    with TritonServer(repository) as server:
         values["overhead"] = overhead(server)
         values["batching"] = batching(server)
     path = write_result("serving", values)

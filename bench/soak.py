@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from bench.common import served, small_repository, write_result
+from bench.common import small_repository, write_result
 from qwen_image_client import AsyncClient
 from serving.server import TritonServer
 
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with served(small_repository()) as server:
+    with TritonServer(small_repository()) as server:
         values = asyncio.run(
             soak(server, arguments.requests, arguments.concurrency, arguments.seed)
         )

@@ -27,18 +27,25 @@ def main() -> int:
         print(f"export failed: {error}", file=sys.stderr)
         return 1
     repository = (arguments.repository or Path("artifacts") / profile.name).resolve()
-    # These import torch and diffusers, which takes seconds.
-    from build.assemble import assemble
-    from export import CheckpointError, ExportError
-
+    print(f"exporting {arguments.checkpoint} to {repository} …", flush=True)
     try:
-        done = assemble(arguments.checkpoint, profile, repository, arguments.verify)
-    except (BuildError, CheckpointError, ExportError) as error:
-        print(f"export failed: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"export failed: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+        # These import torch and diffusers, which takes seconds.
+        from build.assemble import assemble
+        from export import CheckpointError, ExportError
+        from export.progress import ProgressBar
+
+        bar = ProgressBar()
+        try:
+            done = assemble(arguments.checkpoint, profile, repository, arguments.verify, bar)
+        except (BuildError, CheckpointError, ExportError) as error:
+            bar.close()
+            print(f"export failed: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            bar.close()
+            print(f"export failed: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
+        bar.close()
     except KeyboardInterrupt:
         print("export interrupted: nothing was changed", file=sys.stderr)
         return 130

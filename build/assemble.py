@@ -12,7 +12,7 @@ from typing import Any
 from build import manifest
 from build.profile import PROFILES, BuildError, Profile
 from build.swap import replaced_when_done
-from export import Checkpoint, export_checkpoint
+from export import Checkpoint, Progress, export_checkpoint, ignore_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 _SOURCES = ("model_repository", "backend", "export")
@@ -20,14 +20,18 @@ _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxsc
 
 
 def assemble(
-    checkpoint_path: Path, profile: Profile, repository: Path, verify: str = "auto"
+    checkpoint_path: Path,
+    profile: Profile,
+    repository: Path,
+    verify: str = "auto",
+    progress: Progress = ignore_progress,
 ) -> bool:
     """Exports a checkpoint and assembles the repository around its engines.
 
     Args:
         checkpoint_path: a checkpoint in diffusers layout.
         repository: is replaced in one step at the end, or left untouched.
-        verify: see `export.export_checkpoint`.
+        verify, progress: see `export.export_checkpoint`.
 
     Returns:
         Whether anything was done: False if the repository is up to date and intact.
@@ -51,12 +55,18 @@ def assemble(
         raise BuildError(
             f"{repository} is not empty and holds no exported repository: name another folder"
         )
+    edited = manifest.edited_files(repository, current) if current else []
+    if edited:
+        raise BuildError(
+            f"{repository} holds files that were edited ({', '.join(edited)}) and that a new "
+            "export would replace: move it away, or name another folder"
+        )
     with replaced_when_done(repository) as staging:
         models = staging / "model_repository"
         _copy(ROOT / "model_repository", models)
         _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
         exported = staging / "exported"
-        engines = export_checkpoint(checkpoint, exported, verify=verify)
+        engines = export_checkpoint(checkpoint, exported, verify, progress)
         for engine in engines:
             for path in (exported / engine).iterdir():
                 path.rename(models / engine / "1" / path.name)
@@ -82,10 +92,11 @@ def assemble(
 
 
 def _describe_engines(engines: dict[str, dict[str, Any]], profile: Profile) -> dict[str, Any]:
-    if set(engines) != set(profile.engines):
+    made = {name: (engine["precision"], engine["artifact"]) for name, engine in engines.items()}
+    wanted = {name: (engine.precision, engine.artifact) for name, engine in profile.engines.items()}
+    if made != wanted:
         raise BuildError(
-            f"the profile {profile.name!r} describes the engines {sorted(profile.engines)}, "
-            f"the checkpoint gives {sorted(engines)}"
+            f"the profile {profile.name!r} wants the engines {wanted}, the export makes {made}"
         )
     return {
         name: {"runtime": profile.engines[name].runtime, **engine}

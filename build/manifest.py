@@ -5,17 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 FORMAT = 1
 NAME = "manifest.json"
+# What operators may edit in place; everything else is the export's alone.
+_EDITABLE_SUFFIXES = {".pbtxt", ".py"}
 
 
 def digest(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return _sha256_of(iter(lambda: file.read(2**20), b""))
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a file of this name is written by the export and by nobody else."""
+    return PurePath(name).suffix not in _EDITABLE_SUFFIXES
 
 
 def is_leftover(name: str) -> bool:
@@ -57,14 +64,27 @@ def write(repository: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def is_intact(repository: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every file of the manifest is there with its size and checksum."""
-    for name, expected in manifest["files"].items():
-        path = repository / name
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
-            return False
-        if digest(path) != expected["sha256"]:
-            return False
-    return True
+    """Whether every file of the manifest is there, and every artifact as it was written."""
+    return all(
+        (repository / name).is_file()
+        and (not is_artifact(name) or _is_as_written(repository / name, expected))
+        for name, expected in manifest["files"].items()
+    )
+
+
+def edited_files(repository: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the configurations and Python files that differ from what the export wrote."""
+    return [
+        name
+        for name, expected in manifest["files"].items()
+        if not is_artifact(name)
+        and (repository / name).is_file()
+        and not _is_as_written(repository / name, expected)
+    ]
+
+
+def _is_as_written(path: Path, expected: Mapping[str, Any]) -> bool:
+    return path.stat().st_size == expected["bytes"] and digest(path) == expected["sha256"]
 
 
 def _sha256_of(chunks: Iterable[bytes]) -> str:

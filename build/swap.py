@@ -27,11 +27,7 @@ def replaced_when_done(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.staging"
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BuildError(f"another export into {target} is running: wait for it") from None
+    with _locked(target):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
@@ -43,6 +39,24 @@ def replaced_when_done(target: Path) -> Iterator[Path]:
         finally:
             # Holds the unfinished folder after a failure, the old one after a success.
             shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    path = target.parent / f".{target.name}.lock"
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it before may have removed the file that was opened here.
+            current = path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+        except BlockingIOError:
+            current = False
+        if not current:
+            raise BuildError(f"another export into {target} is running: wait for it")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> None:

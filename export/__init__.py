@@ -10,17 +10,25 @@ from typing import Any
 from export.checkpoint import Checkpoint, CheckpointError
 from export.engines import Engine, engines
 from export.graph import ExportError
+from export.progress import Progress, ignore_progress
 from export.verify import verify_engine
-from export.write import DATA, MODEL, Progress, write_engine
+from export.write import DATA, MODEL, write_engine
 
-__all__ = ["Checkpoint", "CheckpointError", "ExportError", "Progress", "export_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ExportError",
+    "Progress",
+    "export_checkpoint",
+    "ignore_progress",
+]
 
 
 def export_checkpoint(
     checkpoint: Checkpoint,
     output: Path,
     verify: str = "auto",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = ignore_progress,
 ) -> dict[str, dict[str, Any]]:
     """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 

@@ -6,26 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from export import Checkpoint, CheckpointError, ExportError, export_checkpoint
-
-
-class Bar:
-    """One progress bar for each thing that is being done."""
-
-    def __init__(self) -> None:
-        self.bar: tqdm | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self.bar is None or self.bar.desc != what:
-            self.close()
-            self.bar = tqdm(total=total, desc=what, leave=True)
-        self.bar.update(done - self.bar.n)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+from export.progress import ProgressBar
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="auto: engines above 2 GiB are checked block by block; full: all as a whole",
     )
     options = parser.parse_args(arguments)
-    bar = Bar()
+    bar = ProgressBar()
     try:
         checkpoint = Checkpoint(options.checkpoint)
         engines = export_checkpoint(checkpoint, options.output, options.verify, bar)

@@ -19,10 +19,11 @@ import torch
 from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import ExportError, Tensor
+from export.progress import Progress
 from export.quiet import quiet
 from export.reference import REFERENCES
 from export.stored import first_line
-from export.write import DATA, MODEL, Progress
+from export.write import DATA, MODEL
 
 WHOLE_LIMIT = 2 * 2**30  # bytes of weights
 PIECE_LIMIT = 256 * 2**20  # bytes of weights in one session of a stage, if a tensor is not larger

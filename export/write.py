@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +11,11 @@ import onnx_ir as ir
 from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import GraphBuilder, TracedPart, trace
+from export.progress import Progress
 from export.stored import StoredTensor
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector load
-
-# (what is being done, steps done, steps in all)
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

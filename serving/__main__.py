@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
             f"Ready: profile {server.profile} of {server.repository}\n"
             f"  HTTP     http://{server.http_url}\n"
             f"  gRPC     {server.grpc_url}\n"
-            f"  metrics  {server.metrics_url}",
+            f"  metrics  {server.metrics_url}\n"
+            f"  listening on {server.host}, without authentication",
             sys.stdout,
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 PYTHONS = ((3, 10), (3, 12))  # numpy 1.26.4, the last below 2, has wheels for 3.10 to 3.12
 GLIBC = (2, 35)  # the embedded server is a manylinux_2_35 build
-SHARED_MEMORY_BYTES = 64 * 1024**2
+SHARED_MEMORY_BYTES = 256 * 1024**2
 DISK_BYTES = 4 * 1024**3  # the environment takes 2 GB, and pip needs room to unpack
 
 
@@ -112,12 +112,12 @@ def setup_problems() -> tuple[list[str], list[str]]:
             )
     free = _free_bytes(Path("/dev/shm"))
     if free is None:
-        problems.append("There is no /dev/shm: mount a tmpfs there (containers: --shm-size=256m).")
+        problems.append("There is no /dev/shm: mount a tmpfs there (containers: --shm-size=1g).")
     elif free < SHARED_MEMORY_BYTES:
         notes.append(
             f"/dev/shm has {free >> 20} MB free, and the server's Python processes exchange "
             f"tensors there: give it at least {SHARED_MEMORY_BYTES >> 20} MB "
-            "(containers: --shm-size=256m)."
+            "(containers: --shm-size=1g)."
         )
     free = _free_bytes(Path.cwd())
     if free is not None and free < DISK_BYTES:

@@ -1,19 +1,15 @@
 """An exported repository, judged before a server is started on it."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from build.manifest import FORMAT, digest, is_artifact
 from serving.errors import ServeError
 
-MANIFEST_FORMAT = 1
 # Hashing runs at about 1 GB/s: files beyond this size are compared by their size alone, so that
 # a start never waits for it.
 HASHED_BYTES = 256 * 1024**2
-# Written by the export and by nobody else. Configs and Python files may be edited in place.
-ARTIFACTS = {"model.onnx", "model.onnx.data", "model.plan", "tokenizer.json", "checkpoint.json"}
-ARTIFACT_SUFFIXES = {".safetensors"}
 
 
 def check_repository(repository: Path, profile: str) -> dict[str, Any]:
@@ -51,14 +47,14 @@ def _read_manifest(path: Path, export: str) -> dict[str, Any]:
         raise ServeError(f"{path} cannot be read ({error}): {export} again.") from None
     sound = (
         isinstance(manifest, dict)
-        and manifest.get("format") == MANIFEST_FORMAT
+        and manifest.get("format") == FORMAT
         and isinstance(manifest.get("profile"), str)
         and isinstance(manifest.get("files"), dict)
         and all(isinstance(expected, dict) for expected in manifest["files"].values())
     )
     if not sound:
         raise ServeError(
-            f"{path} is not a manifest of format {MANIFEST_FORMAT}, the one this version reads: "
+            f"{path} is not a manifest of format {FORMAT}, the one this version reads: "
             f"{export} again."
         )
     return manifest
@@ -68,22 +64,14 @@ def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
     """Says how the file differs from its entry {"bytes", "sha256"}; None if it does not."""
     if not path.is_file():
         return "is missing"
-    if path.name not in ARTIFACTS and path.suffix not in ARTIFACT_SUFFIXES:
+    if not is_artifact(path.name):
         return None
     try:
         size = path.stat().st_size
         if size != expected.get("bytes"):
             return f"has {size} bytes where the manifest says {expected.get('bytes')}"
-        if size <= HASHED_BYTES and _sha256(path) != expected.get("sha256"):
+        if size <= HASHED_BYTES and digest(path) != expected.get("sha256"):
             return "is corrupt (its SHA-256 is not the manifest's)"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -23,12 +23,12 @@ import psutil
 
 from serving.errors import ServeError
 from serving.installation import Installation, find_installation
+from serving.liveness import STUB_NAME
 from serving.processes import kill_group, wait_for_group
 from serving.repository import check_repository
 
 __all__ = ["ServeError", "Stub", "TritonServer"]
 
-STUB_NAME = "triton_python_backend_stub"
 # What Triton itself waits, in seconds, for requests in flight and for models to unload; below
 # the ten seconds in which a service manager expects an end.
 EXIT_TIMEOUT = 5

@@ -524,7 +524,11 @@ def axes(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.make_checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.make_checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     for field in fields(CheckpointConfig):
         kind: Any = {"int": int, "str": str}.get(str(field.type), axes)

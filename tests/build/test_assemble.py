@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def test_a_second_export_with_nothing_changed_does_nothing(repository, checkpoin
 def exporter_that_takes(repository, calls):
     """Stands for `export_checkpoint`, which takes half a minute: copies what it has made."""
 
-    def export(checkpoint, output, verify):
+    def export(checkpoint, output, verify, progress):
         calls.append(verify)
         models = repository / "model_repository"
         engines = manifest.read(repository)["engines"]
@@ -68,7 +69,7 @@ def exporter_that_takes(repository, calls):
 
 @pytest.mark.parametrize(
     "damaged",
-    ["model_repository/dit/1/model.onnx.data", "model_repository/denoise/1/model.py"],
+    ["model_repository/dit/1/model.onnx.data", "model_repository/tokenize/1/tokenizer.json"],
 )
 def test_a_damaged_repository_is_rebuilt(damaged, repository, checkpoint, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
@@ -83,6 +84,31 @@ def test_a_damaged_repository_is_rebuilt(damaged, repository, checkpoint, tmp_pa
     assert manifest.is_intact(copy, manifest.read(copy))
     assert files_of(copy).keys() == files_of(repository).keys()
     assert not assemble(checkpoint, load_profile("cpu"), copy)
+
+
+def test_edited_limits_stay_and_are_not_replaced_silently(
+    repository, checkpoint, other_checkpoint, tmp_path
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy)
+    config = copy / "model_repository/denoise/config.pbtxt"
+    edited = config.read_text().replace('"8"', '"3"')
+    config.write_text(edited)
+    assert not assemble(checkpoint, load_profile("cpu"), copy)
+    with pytest.raises(BuildError, match=r"edited \(model_repository/denoise/config.pbtxt\)"):
+        assemble(other_checkpoint, load_profile("cpu"), copy)
+    assert config.read_text() == edited
+
+
+def test_a_profile_that_the_export_does_not_make_is_refused(
+    repository, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, []))
+    profile = load_profile("cpu")
+    profile.engines["dit"] = dataclasses.replace(profile.engines["dit"], precision="fp8")
+    with pytest.raises(BuildError, match=r"wants the engines .*fp8"):
+        assemble(checkpoint, profile, tmp_path / "repository")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_checkpoint_is_exported_anew(repository, other_checkpoint, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Expo
 def transformer(checkpoint: Path) -> Any:
     """The stock transformer, FP32."""
     return QwenImageTransformer2DModel.from_pretrained(
-        checkpoint / "transformer", torch_dtype=torch.float32
+        checkpoint / "transformer", dtype=torch.float32
     )
 
 

@@ -124,7 +124,7 @@ def test_text_encoder_equals_the_pipelines(exported: Exported, checkpoint: Path)
 
 
 def test_vae_decoder_equals_the_video_decoder(exported: Exported, checkpoint: Path) -> None:
-    vae = AutoencoderKLQwenImage.from_pretrained(checkpoint / "vae", torch_dtype=torch.float32)
+    vae = AutoencoderKLQwenImage.from_pretrained(checkpoint / "vae", dtype=torch.float32)
     session = exported.session("vae_decoder")
     for batch, height, width in [(1, 2, 2), (2, 5, 8)]:
         latents = random(batch, 16, height, width) * 2

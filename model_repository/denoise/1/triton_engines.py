@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,6 +12,10 @@ import triton_python_backend_utils as pb_utils
 from generation import Cancelled, GenerationError, InvalidGeneration, Unavailable
 from generator import Conditioning, Modulation
 
+# What Triton puts before an engine's own words.
+_TRITON_PREFIX = re.compile(
+    r"^(Model \S+ - Error when running inference: )?(\[request id: [^\]]*\] )?"
+)
 # The Triton request on whose behalf the running coroutine calls engines: they get its id and
 # its trace, without which Triton loses the child spans.
 current_request: ContextVar[Any] = ContextVar("current_request")
@@ -87,7 +92,7 @@ class TritonEngines:
 
 def _failure(model: str, code: Any, message: str) -> GenerationError:
     """Says in one line which engine failed, in the class that a client can act on."""
-    line = " ".join(message.split())
+    line = _TRITON_PREFIX.sub("", " ".join(message.split()))
     if code == pb_utils.TritonError.UNAVAILABLE or "not ready" in line or "is stopped" in line:
         return Unavailable(f"the server is shutting down or {model!r} is not ready: {line}")
     if code == pb_utils.TritonError.CANCELLED:

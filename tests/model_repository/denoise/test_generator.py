@@ -27,11 +27,12 @@ class FakeEngines:
     def __init__(self):
         self.encoded, self.modulated, self.steps = [], [], []
         self.fail_encoder = False
+        self.delay = 0.01
         self.on_step = lambda: None
 
     async def encode_text(self, input_ids):
         self.encoded.append(input_ids[0].tolist())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.delay)
         if self.fail_encoder:
             raise GenerationError("'text_encoder' failed")
         return input_ids[:, 3:, None].float().expand(-1, -1, 4)
@@ -217,6 +218,7 @@ def test_a_failing_encoder_fails_the_request_and_leaves_nothing_behind():
 def test_the_encoder_cache_stays_within_its_bytes():
     async def scenario():
         engines = FakeEngines()
+        engines.delay = 0.0
         generator, metrics = new(engines, encoder_cache_bytes=1_000)
         for number in range(1000):
             ids = np.array([0, 1, 2, number, number + 1])
