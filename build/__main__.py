@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main() -> int:
         help="full: check engines over 2 GB as a whole, too",
     )
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
     try:
         profile = load_profile(arguments.profile)
     except BuildError as error:
@@ -43,7 +45,8 @@ def main() -> int:
             return 1
         except OSError as error:
             bar.close()
-            print(f"export failed: {error.filename}: {error.strerror}", file=sys.stderr)
+            where = error.filename or repository
+            print(f"export failed: {where}: {error.strerror or error}", file=sys.stderr)
             return 1
         bar.close()
     except KeyboardInterrupt:

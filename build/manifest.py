@@ -54,9 +54,10 @@ def read(repository: Path) -> dict[str, Any] | None:
     """Returns the manifest of `repository`, or None if it has none that can be read."""
     try:
         manifest = json.loads((repository / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    complete = isinstance(manifest, dict) and {"inputs", "files"} <= manifest.keys()
+    return manifest if complete and manifest.get("format") == FORMAT else None
 
 
 def write(repository: Path, manifest: Mapping[str, Any]) -> None:

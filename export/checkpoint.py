@@ -16,7 +16,11 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextModel, Qwen2Tokenizer
 
 from export.quiet import quiet
@@ -62,6 +66,7 @@ REQUIRED_VALUES: dict[str, dict[str, Any]] = {
         "patch_size": 2,
     },
     "vae": {"attn_scales": [], "input_channels": 3},
+    "scheduler": {"stochastic_sampling": False, "invert_sigmas": False},
 }
 # Config fields that tell where, or with what, a config was written.
 PROVENANCE = ("_name_or_path", "_diffusers_version", "transformers_version")
@@ -252,6 +257,15 @@ class Checkpoint:
             )
         if self.tokenizer.pad_token_id is None:
             yield "the tokenizer has no pad token, but batches of prompts need one"
+        try:
+            scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.configs["scheduler"])
+            scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=scheduler.config.base_shift)
+            sound = bool(scheduler.sigmas.isfinite().all())
+        except Exception as error:  # whatever diffusers' arithmetic makes of a wrong value
+            yield f"scheduler_config.json gives no schedule: {first_line(error)}"
+        else:
+            if not sound:
+                yield "scheduler_config.json gives a schedule with NaN or infinite sigmas"
         sample = self.index.get("_default_sample_size", 2)
         if not isinstance(sample, int) or sample < 2 or sample % 2:
             yield (
@@ -313,6 +327,7 @@ class Checkpoint:
             "text_encoder": {
                 "hidden_size": self.text_config.hidden_size,
                 "num_hidden_layers": self.text_config.num_hidden_layers,
+                "vocab_size": self.text_config.vocab_size,
             },
             "transformer": {
                 "num_layers": transformer.num_layers,

@@ -113,7 +113,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                         f"{file} is cut off: tensor {name} ends at byte {8 + length + end}, the "
                         f"file at {size}"
                     )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{file} is no safetensors file: its header is not valid") from None
     return tensors
 
@@ -124,7 +124,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object")

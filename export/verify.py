@@ -299,6 +299,8 @@ def compare(
         change = expected if base is None else expected - base
         allowed = tolerance * float(np.abs(change).max()) + ROUNDING * float(np.abs(expected).max())
     error = float(np.abs(result.astype(np.float32) - expected.astype(np.float32)).max())
+    if not np.isfinite(expected).all():
+        raise ExportError(f"{what} is not finite in torch: the checkpoint holds NaN or infinities")
     if not error <= allowed:
         raise ExportError(f"{what} differs from torch's by {error:.2g}, more than {allowed:.2g}")
     return error

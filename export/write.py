@@ -104,9 +104,9 @@ def write_data(engine: Engine, weights: dict[str, Weight], file: Path, progress:
             stream.write(b"\0" * (weight.offset - stream.tell()))
             if weight.source.shape == weight.shape:
                 for chunk in weight.source.chunks():
-                    chunk.tofile(stream)
+                    stream.write(chunk.data)
             else:
-                single_frame(weight.source.read(), weight.shape).tofile(stream)
+                stream.write(single_frame(weight.source.read(), weight.shape).data)
     progress(f"{engine.name}: weights", len(weights), len(weights))
 
 

@@ -18,6 +18,16 @@ def port_number(text: str) -> int:
     return int(text)
 
 
+def positive_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m serving",
@@ -43,7 +53,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--log-file", type=Path, help="the server's log; standard error by default")
     parser.add_argument(
-        "--start-timeout", type=float, default=600.0, help="seconds until all models are ready"
+        "--start-timeout",
+        type=positive_number,
+        default=600.0,
+        help="seconds until all models are ready",
     )
     parser.add_argument(
         "extra", nargs="*", metavar="-- ARGUMENT", help="further arguments of tritonserver"

@@ -23,6 +23,7 @@ import psutil
 
 from serving.errors import ServeError
 from serving.installation import Installation, find_installation
+from serving.limits import check_limits
 from serving.liveness import STUB_NAME
 from serving.processes import kill_group, wait_for_group
 from serving.repository import check_repository
@@ -85,6 +86,7 @@ class TritonServer:
         self.profile = profile
         self.host = host
         self.manifest = check_repository(self.repository, profile)
+        check_limits(self.repository / "model_repository", profile)
         self.installation = find_installation(tritonserver)
         self.process: subprocess.Popen[bytes] | None = None
         ports = _distinct_ports(host, [http_port, grpc_port, metrics_port])
@@ -213,6 +215,8 @@ class TritonServer:
         self._runtime = Path(tempfile.mkdtemp(prefix="qwen_image_serving_"))
         backends = self._runtime / "backends"
         _gather_backends(self.installation, self.repository / "backends", backends)
+        # A stub does not start from a path with a space in it; this one has none.
+        (self._runtime / "model_repository").symlink_to(self.repository / "model_repository")
         self._leash = subprocess.Popen(
             ["/bin/sh", "-c", LEASH, "sh", str(self._runtime), self.shared_memory_prefix],
             stdin=subprocess.PIPE,
@@ -242,7 +246,7 @@ class TritonServer:
     def _command(self, backends: Path) -> list[str]:
         command = [
             str(self.installation.binary),
-            f"--model-repository={self.repository / 'model_repository'}",
+            f"--model-repository={backends.parent / 'model_repository'}",
             f"--model-config-name={self.profile}",
             f"--backend-directory={backends}",
             f"--http-address={self.host}",
@@ -266,7 +270,8 @@ class TritonServer:
         return command + self._extra_args
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
+        # Paths and texts are UTF-8 whatever the locale of whoever starts it.
+        environment = dict(os.environ) | {"LC_ALL": "C.UTF-8"}
         for variable, folders in (
             ("LD_LIBRARY_PATH", self.installation.libraries),
             ("PATH", self.installation.executables),

@@ -47,17 +47,23 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         inputs = [self._read(request) for request in requests]
+        try:
+            return self._run(inputs)
+        except EngineError as error:
+            if len(inputs) == 1:
+                return [pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))]
+        # One request's values may have failed the batch: let it fail alone.
+        return [response for request in requests for response in self.execute([request])]
+
+    def _run(self, inputs: list[dict[str, np.ndarray]]) -> list[Any]:
+        """Runs the requests as one batch; every response is an object of its own."""
         batch = {
             name: np.concatenate([arrays[name] for arrays in inputs])
             if len(inputs) > 1
             else inputs[0][name]
             for name in self._input_names
         }
-        try:
-            outputs = self._runtime.run(batch)
-        except EngineError as error:
-            failure = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-            return [failure for _ in requests]
+        outputs = self._runtime.run(batch)
         rows = [len(arrays[self._input_names[0]]) for arrays in inputs]
         ends = np.cumsum(rows)
         return [

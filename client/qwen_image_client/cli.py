@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"qwen-image: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"qwen-image: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"qwen-image: {where}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("qwen-image: interrupted, requests under way were cancelled", file=sys.stderr)
@@ -45,6 +46,8 @@ def generate(options: argparse.Namespace) -> int:
     output: Path = options.output
     fields = _fields(options)
     fields["output_format"] = _output_format(output, options.output_format)
+    if output.is_dir():
+        raise InvalidRequestError(f"{output} is a folder: name a file")
     if not output.absolute().parent.is_dir():
         raise InvalidRequestError(f"the folder of {output} does not exist")
     with Client(options.url, options.protocol) as client:

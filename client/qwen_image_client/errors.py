@@ -31,6 +31,8 @@ class ServerError(QwenImageError):
 _PREFIXES = re.compile(r"^(?:in ensemble '[^']*', |\[request id: [^\]]*\] )+")
 _DEADLINE = re.compile(r"^deadline of \d+ ms exceeded")
 _CANCELLED = re.compile(r"^cancelled\b")
+# What Triton says of a model that it is loading or, on its way down, has unloaded: NOT_FOUND.
+_NOT_THERE_NOW = re.compile(r"has no available versions|is not ready")
 
 
 def from_status(status: str, message: str, address: str) -> QwenImageError:
@@ -47,6 +49,8 @@ def from_status(status: str, message: str, address: str) -> QwenImageError:
         return DeadlineExceededError(sentence)
     if status == "400" and _CANCELLED.match(sentence):
         return RequestCancelledError(sentence)
+    if status in ("StatusCode.NOT_FOUND", "404") and _NOT_THERE_NOW.search(sentence):
+        return ServerUnavailableError(f"the server at {address} is not ready: {sentence}")
     if status in ("StatusCode.UNAVAILABLE", "503"):
         if message != sentence:
             return ServerUnavailableError(sentence)

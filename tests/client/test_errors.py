@@ -36,6 +36,13 @@ from qwen_image_client.errors import from_status
         ("StatusCode.DEADLINE_EXCEEDED", "late", DeadlineExceededError, "late"),
         ("StatusCode.INTERNAL", "broken", ServerError, "broken (INTERNAL)"),
         ("StatusCode.NOT_FOUND", "no model", ServerError, "no model (NOT_FOUND)"),
+        (
+            "StatusCode.NOT_FOUND",
+            "Request for unknown model: 'qwen_image' has no available versions",
+            ServerUnavailableError,
+            "the server at host:8001 is not ready: Request for unknown model: 'qwen_image' has "
+            "no available versions",
+        ),
         ("500", "broken", ServerError, "broken (500)"),
         ("502", "broken", ServerError, "broken (502)"),
     ],

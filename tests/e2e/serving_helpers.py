@@ -121,12 +121,15 @@ def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def variant(repository: Path, target: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
+def variant(
+    repository: Path, target: Path, changes: dict[str, list[tuple[str, str]]], only: str = "."
+) -> Path:
     """Copies a repository (hard links) and replaces texts in some of its served files.
 
     changes: by path below `model_repository`, (old text, new text) that must occur once.
+    only: the part of the repository to copy.
     """
-    shutil.copytree(repository, target, copy_function=os.link)
+    shutil.copytree(repository / only, target / only, copy_function=os.link)
     for name, replacements in changes.items():
         path = target / "model_repository" / name
         text = path.read_text(encoding="utf-8")

@@ -49,7 +49,13 @@ class Runtime:
                     f"there are {', '.join(available)}"
                 )
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = int(parameters.get("intra_op_num_threads", "0"))
+        threads = parameters.get("intra_op_num_threads", "0")
+        if not threads.strip().isdecimal():
+            raise EngineError(
+                f"the parameter intra_op_num_threads is {threads!r}; it must be a whole number "
+                "from 0 (one a core)"
+            )
+        options.intra_op_num_threads = int(threads)
         # Several engines share the cores, each in a process of its own: a thread that spins for
         # work takes them from the others.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

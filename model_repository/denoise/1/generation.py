@@ -74,6 +74,7 @@ class Generation:
         size_multiple: int,
         dropped_tokens: int,
         max_prompt_tokens: int,
+        vocabulary: int,
         request_id: str = "",
     ) -> Generation:
         """Builds it from input tensors and refuses what would break the computation.
@@ -92,12 +93,17 @@ class Generation:
                     f"{name} holds {ids.size} token ids; the template's {dropped_tokens} and "
                     f"1 to {max_prompt_tokens} more are allowed"
                 )
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                raise InvalidGeneration(
+                    f"{name} holds ids from {ids.min()} to {ids.max()}; "
+                    f"the text encoder knows 0 to {vocabulary - 1}"
+                )
             values[name] = ids.reshape(-1).astype(np.int64)
         for name, high in (
             ("num_inference_steps", 1000),
             ("num_images_per_prompt", 64),
-            ("height", 65536),
-            ("width", 65536),
+            ("height", 4096),
+            ("width", 4096),
         ):
             number = int(_required(tensors, name).reshape(-1)[0])
             multiple = size_multiple if name in ("height", "width") else 1

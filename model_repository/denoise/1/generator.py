@@ -167,13 +167,16 @@ class Generator:
         async with self._admission.place(stop):
             stages.end("queue")
             stop.check()
-            prompts, cache = await self._encode(generation, stop)
+            # Waited for to the end, also when cancelled: a place that was left earlier would let
+            # more computations pile up than there are places.
+            prompts, cache = await self._encode(generation)
             stages.end("encode")
+            stop.check()
             h = generation.height // self._scale_factor
             w = generation.width // self._scale_factor
             schedule = self._scheduler.schedule(generation.num_inference_steps, h * w // 4)
             modulations, computed = await self._modulations.get_many(
-                schedule.timesteps.tolist(), self._modulate, stop.wait_for
+                schedule.timesteps.tolist(), self._modulate
             )
             cache["modulation_misses"] = computed
             cache["modulation_hits"] = len(set(schedule.timesteps.tolist())) - computed
@@ -213,9 +216,7 @@ class Generator:
         }
         return latents, record
 
-    async def _encode(
-        self, generation: Generation, stop: StopSignal
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    async def _encode(self, generation: Generation) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Returns the encoded prompt and, when guided, negative prompt, each [T, text width]."""
 
         async def encode(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -223,7 +224,7 @@ class Generator:
                 return [await self._encode_text(ids)]
 
             key = (self._encoder_fingerprint, ids.numpy().tobytes())
-            values, computed = await self._encoded.get_many([key], compute, stop.wait_for)
+            values, computed = await self._encoded.get_many([key], compute)
             return values[0], computed
 
         texts = [generation.input_ids, generation.negative_input_ids][: 1 + generation.guided]

@@ -30,7 +30,7 @@ from generation import (
     Unavailable,
 )
 from generator import Generator, Limits
-from triton_engines import TritonEngines, current_request
+from triton_engines import TritonEngines, current_request_id
 from triton_metrics import TritonMetrics
 
 _INPUTS = (
@@ -94,7 +94,7 @@ class TritonPythonModel:
 
     async def _answer(self, request: Any, tensors: dict[str, np.ndarray]) -> None:
         """Sends the one response of `request`, whatever happens."""
-        current_request.set(request)
+        current_request_id.set(request.request_id())
         try:
             parameters = json.loads(request.parameters() or "{}")
             if "cancel" in parameters:
@@ -132,6 +132,7 @@ class TritonPythonModel:
             size_multiple=self._checkpoint["size_multiple"],
             dropped_tokens=self._checkpoint["prompt_template_dropped_tokens"],
             max_prompt_tokens=self._checkpoint["max_prompt_tokens"],
+            vocabulary=self._checkpoint["text_encoder"]["vocab_size"],
             request_id=request.request_id(),
         )
         stop = StopSignal(self._timeout_ms(request, parameters), request.is_cancelled)
@@ -148,27 +149,25 @@ class TritonPythonModel:
         }
         record["versions"] = self._versions
         record["denoised_at"] = time.monotonic()
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor("latents", latents.numpy()),
-                pb_utils.Tensor("seeds", np.array(generation.seeds, np.int64)),
-                _bytes_tensor("record", json.dumps(record)),
-            ]
-        )
+        # Nothing but what was asked for: Triton 24.10 drops the rest without holding Python's lock
+        # when it is sent late, and that ends the process.
+        wanted = request.requested_output_names()
+        outputs = [
+            pb_utils.Tensor("latents", latents.numpy()),
+            pb_utils.Tensor("seeds", np.array(generation.seeds, np.int64)),
+            _bytes_tensor("record", json.dumps(record)),
+        ]
+        return pb_utils.InferenceResponse([each for each in outputs if each.name() in wanted])
 
     def _timeout_ms(self, request: Any, parameters: dict[str, Any]) -> int:
         """The request's own timeout (µs; from /generate it comes as a parameter) or the default."""
         sent = parameters.get("timeout", request.timeout())
-        try:
-            microseconds = int(sent)
-        except (TypeError, ValueError):
-            microseconds = -1
-        if microseconds < 0:
+        if type(sent) is not int or sent < 0:
             raise InvalidGeneration(
                 f"timeout is {sent!r}; it must be a whole number of microseconds, "
                 f"or 0 for the default of {self._limits.default_timeout_ms} ms"
             )
-        return -(-microseconds // 1000) or self._limits.default_timeout_ms
+        return -(-sent // 1000) or self._limits.default_timeout_ms
 
 
 def _bytes_tensor(name: str, text: str) -> Any:

@@ -55,15 +55,12 @@ class OutputCache(Generic[Key, Value]):
         self,
         keys: Sequence[Key],
         compute: Callable[[list[Key]], Awaitable[list[Value]]],
-        wait_for: Callable[[asyncio.Future[list[Value]]], Awaitable[list[Value]]] | None = None,
     ) -> tuple[list[Value], int]:
         """Returns the values of `keys`, and how many of the keys had to be computed.
 
         Args:
             keys: may repeat.
             compute: makes the values of the missing keys, all in one call, in their order.
-            wait_for: waits for a computation that others may share; it may raise, which ends
-                this caller's wait alone.
 
         Raises:
             What `compute` raises, to everyone who waits for that computation.
@@ -88,7 +85,7 @@ class OutputCache(Generic[Key, Value]):
                 self._positions[key] = position
                 sources[key] = (task, position)
         for key, (task, position) in sources.items():
-            results = await (wait_for(task) if wait_for else asyncio.shield(task))
+            results = await asyncio.shield(task)
             found[key] = results[position]
         return [found[key] for key in keys], len(missing)
 

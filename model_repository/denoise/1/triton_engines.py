@@ -16,9 +16,9 @@ from generator import Conditioning, Modulation
 _TRITON_PREFIX = re.compile(
     r"^(Model \S+ - Error when running inference: )?(\[request id: [^\]]*\] )?"
 )
-# The Triton request on whose behalf the running coroutine calls engines: they get its id and
-# its trace, without which Triton loses the child spans.
-current_request: ContextVar[Any] = ContextVar("current_request")
+# The id of the request on whose behalf the running coroutine calls engines; they log it. They do
+# not get its trace: with one, concurrent calls crash the server (24.10).
+current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 
 
 class TritonEngines:
@@ -67,11 +67,9 @@ class TritonEngines:
     async def _call(
         self, model: str, inputs: dict[str, torch.Tensor], outputs: list[str]
     ) -> list[torch.Tensor]:
-        parent = current_request.get()
         request = pb_utils.InferenceRequest(
             model_name=model,
-            request_id=parent.request_id(),
-            trace=parent.trace(),
+            request_id=current_request_id.get(),
             inputs=[
                 pb_utils.Tensor(name, tensor.contiguous().numpy())
                 for name, tensor in inputs.items()

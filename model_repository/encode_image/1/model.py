@@ -48,20 +48,20 @@ class TritonPythonModel:
             output_format = _text(request, "output_format")
             response_format = _text(request, "response_format")
             images = [encode(image, output_format, response_format) for image in pixels]
+            # Decoding counts from the end of denoising, so that it holds the decoder's queue.
+            seconds = {
+                "decode": started - record.pop("denoised_at"),
+                "pack": time.monotonic() - started,
+            }
+            record["stages_ms"] |= {stage: round(v * 1000, 3) for stage, v in seconds.items()}
+            record["output_format"] = output_format
         except Exception as error:
             self._outcomes["error"].increment(1)
             return pb_utils.InferenceResponse(
                 error=pb_utils.TritonError(f"encode_image failed: {error!r}")
             )
-        # Decoding counts from the end of denoising, so that it holds the decoder's queue.
-        seconds = {
-            "decode": started - record.pop("denoised_at"),
-            "pack": time.monotonic() - started,
-        }
         for stage, value in seconds.items():
             self._stages[stage].observe(value)
-            record["stages_ms"][stage] = round(value * 1000, 3)
-        record["output_format"] = output_format
         self._outcomes["ok"].increment(1)
         return pb_utils.InferenceResponse(
             [

@@ -130,10 +130,11 @@ def judge_parameters(names: Iterable[str]) -> None:
             )
         if name in FIELDS:
             raise InvalidRequest(f"{name!r} is an input tensor: send it as one, not as a parameter")
+        shown = _shown(name)
         nearest = FIELD_ALIASES.get(name.lower())
         if nearest is None:
-            nearest = difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.0)[0]
-        raise InvalidRequest(f"unknown parameter {name!r}: did you mean {nearest!r}?")
+            nearest = difflib.get_close_matches(shown.lower(), FIELDS, n=1, cutoff=0.0)[0]
+        raise InvalidRequest(f"unknown parameter {shown!r}: did you mean {nearest!r}?")
 
 
 def judge(raw: Mapping[str, bytes | int | float], limits: Limits) -> GenerationFields:
@@ -224,6 +225,9 @@ def _side(name: str, value: bytes | int | float, limits: Limits) -> int:
 def _choice(name: str, value: bytes | int | float, choices: tuple[str, ...]) -> str:
     text = _text(name, value)
     if text not in choices:
-        shown = text if len(text) <= 40 else text[:40] + "…"
-        raise InvalidRequest(f"{name} is {shown!r}; it must be one of {', '.join(choices)}")
+        raise InvalidRequest(f"{name} is {_shown(text)!r}; it must be one of {', '.join(choices)}")
     return text
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 40 else text[:40] + "…"

@@ -280,7 +280,7 @@ TENSORS = {
 
 def from_tensors(**changes):
     return Generation.from_tensors(
-        TENSORS | changes, size_multiple=16, dropped_tokens=3, max_prompt_tokens=64
+        TENSORS | changes, size_multiple=16, dropped_tokens=3, max_prompt_tokens=64, vocabulary=100
     )
 
 
@@ -297,6 +297,7 @@ def test_a_direct_caller_that_forgets_a_tensor_hears_which(name):
             size_multiple=16,
             dropped_tokens=3,
             max_prompt_tokens=64,
+            vocabulary=100,
         )
 
 
@@ -305,6 +306,8 @@ def test_a_direct_caller_that_forgets_a_tensor_hears_which(name):
     [
         ("input_ids", np.arange(3)),
         ("negative_input_ids", np.arange(68)),
+        ("input_ids", np.array([1, 2, 3, 100])),
+        ("input_ids", np.array([1, 2, 3, -1])),
         ("num_inference_steps", np.array([0])),
         ("height", np.array([24])),
         ("width", np.array([0])),

@@ -1,7 +1,5 @@
 import asyncio
 
-import pytest
-
 from output_cache import OutputCache
 
 
@@ -88,26 +86,6 @@ def test_a_failure_reaches_everyone_and_leaves_nothing_behind():
         assert len(failing.calls) == 1
         assert (len(cache), cache.bytes, counts.bytes) == (0, 0, 0)
         assert await cache.get_many(["a"], Computer()) == (["aa"], 1)
-
-    asyncio.run(scenario())
-
-
-def test_a_caller_that_gives_up_does_not_stop_the_computation_for_others():
-    async def scenario():
-        cache, _ = new_cache()
-        compute = Computer(delay=0.05)
-
-        async def give_up(future):
-            await asyncio.sleep(0.01)
-            raise TimeoutError
-
-        first = asyncio.create_task(cache.get_many(["a"], compute, give_up))
-        second = asyncio.create_task(cache.get_many(["a"], compute))
-        with pytest.raises(TimeoutError):
-            await first
-        assert await second == (["aa"], 0)
-        assert compute.calls == [["a"]]
-        assert await cache.get_many(["a"], compute) == (["aa"], 0)
 
     asyncio.run(scenario())
 
