@@ -52,7 +52,7 @@ class TritonPythonModel:
             kind=pb_utils.MetricFamily.COUNTER,
         )
         self.requests = self.family.Metric(labels={"outcome": "ok"})
-        self.journal = Path(args["model_repository"]).parents[1] / "journal"
+        self.journal = Path(args["model_repository"]).resolve().parents[1] / "journal"
         self.lock = threading.Lock()
         self.in_flight: dict[str, threading.Event] = {}
         self.attempts: dict[str, int] = {}
