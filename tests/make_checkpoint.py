@@ -1,6 +1,6 @@
 """Makes a small random Qwen-Image checkpoint in diffusers layout.
 
-    python -m tests.make_checkpoint OUT [--blocks 2 --heads 4 --head-size 32 ...]
+    python -m tests.make_checkpoint OUT [--blocks 4 --heads 4 --head-size 32 ...]
 
 The classes, file names and configs are those of the published checkpoints; only the sizes and the
 weights are not. Every tensor is drawn from its own generator, seeded by the checkpoint's seed and
@@ -91,7 +91,7 @@ class CheckpointConfig:
     `default_sample_size` is in latent pixels (×8 for pixels). `max_shard_size` is in bytes.
     """
 
-    blocks: int = 2
+    blocks: int = 4
     heads: int = 4
     head_size: int = 32
     rope_axes: tuple[int, int, int] = (8, 12, 12)

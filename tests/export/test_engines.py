@@ -215,7 +215,11 @@ def test_checkpoint_json(exported: Exported) -> None:
     assert written["max_prompt_tokens"] == 1024
     assert (written["default_height"], written["default_width"]) == (256, 256)
     assert written["size_multiple"] == 16
-    assert written["text_encoder"] == {"hidden_size": 64, "num_hidden_layers": 2}
+    assert written["text_encoder"] == {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 704,
+    }
     assert written["transformer"] == {
         "num_layers": 12,
         "num_attention_heads": 2,

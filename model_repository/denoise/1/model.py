@@ -69,9 +69,10 @@ class TritonPythonModel:
         self._generator = Generator(self._checkpoint, engines, self._limits, self._metrics)
         # Ids are the clients' and may repeat, hence a list.
         self._running: defaultdict[str, list[StopSignal]] = defaultdict(list)
-        # The engines do the work; this process only combines small tensors.
-        torch.set_num_threads(1)
         self._loop = asyncio.new_event_loop()
+        # The engines do the work; this process only combines small tensors. Said in the loop's own
+        # thread, since every thread of torch has its own count.
+        self._loop.call_soon(torch.set_num_threads, 1)
         # `async_exec` occupies a thread a call, two at a time while a request encodes its prompts;
         # the default pool would cap the calls in flight at cores + 4.
         self._loop.set_default_executor(ThreadPoolExecutor(2 * self._limits.max_in_flight + 2))
