@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -37,10 +38,12 @@ class Relay:
             pass
 
     def cut(self) -> None:
-        for each in self._sockets:
-            each.shutdown(socket.SHUT_RDWR)
+        # Not those that clients open from now on: they come back at once.
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with contextlib.suppress(OSError):  # its other end may have closed it
+                each.shutdown(socket.SHUT_RDWR)
             each.close()
-        self._sockets.clear()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)

@@ -111,6 +111,8 @@ def test_ctrl_c_cancels_at_the_server_and_exits_with_130(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever runs the tests in the background has made their processes deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     sent = server.id_of(negative_prompt)
     process.send_signal(signal.SIGINT)
