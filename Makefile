@@ -7,7 +7,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 HOST ?= 0.0.0.0
 VERIFY ?= auto
-PROMPT ?= a red fox in the snow
+PROMPT ?= a red circle on the left and a blue square on the right, white background
 OUT ?= demo.png
 # Further arguments for pip, such as another index that has a CPU build of torch.
 PIP_ARGS ?=
@@ -39,7 +39,7 @@ test: setup  ## run all tests
 lint: setup  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy export build serving bench client/qwen_image_client tests/make_checkpoint.py
+	$(BIN)/mypy export build serving quality training bench client/qwen_image_client tests/make_checkpoint.py
 	@for model in $(MODELS); do \
 	    folder=model_repository/$$model/1; \
 	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \

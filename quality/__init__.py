@@ -1,0 +1,1 @@
+"""The synthetic world, and the judge of pictures of it."""

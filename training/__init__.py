@@ -1,0 +1,1 @@
+"""Trains the small checkpoint: `python -m training --help`."""
