@@ -18,59 +18,25 @@ import shutil
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors.torch import save_file
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from training import layout
+from training.layout import (
+    load_tokenizer,
+    scheduler,
+    split_words,
+    text_encoder_config,
+    write_json,
+    write_tokenizer,
+)
 
 CACHE = Path(__file__).resolve().parent.parent / "artifacts" / "checkpoints"
-
-# What QwenImagePipeline puts before a prompt, and how many tokens of it the pipeline drops.
-TEMPLATE_PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-DROPPED_TOKENS = 34
-
-# Qwen2's added tokens in their order; the last eight are not "special" there.
-ADDED_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-)
-NOT_SPECIAL = ADDED_TOKENS[14:]
 
 # Words that become one token besides those of the template. Everything else falls into pieces, so
 # that token counts vary as they do with the real tokenizer.
@@ -135,156 +101,26 @@ class CheckpointConfig:
             raise ValueError(f"dtype is {self.dtype!r}, but it must be float32 or bfloat16")
 
 
-# ---------------------------------------------------------------------------------- tokenizer
-
-
-def byte_symbols(text: str) -> str:
-    """The text as byte-level BPE sees it: one printable symbol for each UTF-8 byte."""
-    pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    return "".join(piece for piece, _ in pieces)
-
-
-def learn_merges(words: list[str]) -> list[tuple[str, str]]:
-    """Merges that turn each word (in byte symbols) into one token.
-
-    Each word in turn is split by the merges so far, and its first two pieces are merged until one
-    is left. A merge added later has the lowest rank, so it cannot break a word learnt earlier.
-    """
-    ranks: dict[tuple[str, str], int] = {}
-    for word in words:
-        pieces = list(word)
-        while len(pieces) > 1:
-            pairs = list(pairwise(pieces))
-            known = [ranks[pair] for pair in pairs if pair in ranks]
-            if known:
-                best = min(known)
-                at = next(i for i, pair in enumerate(pairs) if ranks.get(pair) == best)
-            else:
-                at = 0
-                ranks[pairs[0]] = len(ranks)
-            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-    return list(ranks)
+# ------------------------------------------------------------------------------------- models
 
 
 def words_to_learn() -> list[str]:
-    """The template's words and `WORDS`, split as Qwen2 splits text, in byte symbols."""
-    split = Sequence(
-        [
-            Split(Regex(r"<\|\w+\|>"), behavior="removed"),
-            Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    words = [piece for piece, _ in split.pre_tokenize_str(TEMPLATE_PREFIX)]
-    words += [piece for piece, _ in split.pre_tokenize_str(WORDS)]
-    words += [byte_symbols(word) for word in WORDS.split() if not word.isascii()]
-    return list(dict.fromkeys(words))
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Writes the five files of the published tokenizer folders."""
-    folder.mkdir(parents=True)
-    merges = learn_merges(words_to_learn())
-    symbols = sorted(ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
-    vocab = {symbol: i for i, symbol in enumerate(dict.fromkeys(symbols))}
-    added = {token: len(vocab) + i for i, token in enumerate(ADDED_TOKENS)}
-    special = [token for token in ADDED_TOKENS if token not in NOT_SPECIAL]
-
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    write_json(folder / "vocab.json", vocab)
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
-    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_json(folder / "added_tokens.json", added)
-    write_json(
-        folder / "special_tokens_map.json",
-        {
-            "additional_special_tokens": special[1:],
-            "eos_token": {"content": "<|im_end|>", **flags},
-            "pad_token": {"content": "<|endoftext|>", **flags},
-        },
-    )
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": {
-                str(i): {"content": token, **flags, "special": token in special}
-                for token, i in added.items()
-            },
-            "additional_special_tokens": special[1:],
-            "bos_token": None,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<|im_end|>",
-            "errors": "replace",
-            "extra_special_tokens": {},
-            "model_max_length": 131072,
-            "pad_token": "<|endoftext|>",
-            "split_special_tokens": False,
-            "tokenizer_class": "Qwen2Tokenizer",
-            "unk_token": None,
-        },
-    )
-
-
-def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
-    """The tokenizer in `folder`, checked to split the template as the pipeline expects."""
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
-    count = len(tokenizer(TEMPLATE_PREFIX).input_ids)
-    if count != DROPPED_TOKENS:
-        raise AssertionError(f"the template is {count} tokens long instead of {DROPPED_TOKENS}")
-    return tokenizer
-
-
-# ------------------------------------------------------------------------------------- models
+    """`WORDS` as Qwen2 splits text, and the words of other scripts once more without the space."""
+    words = split_words(WORDS)
+    return words + [word for word in WORDS.split() if not word.isascii()]
 
 
 def build_models(config: CheckpointConfig, tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
     """The pipeline's three models with the real classes, without memory for their weights."""
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ADDED_TOKENS}
-    head = config.text_width // config.text_heads
-    # Of the frequency pairs of a head the real model gives 16, 24 and 24 of 64 to time, height
-    # and width.
-    time = max(head // 8, 1)
-    height = (head // 2 - time) // 2
-    text_config = {
-        # Rounded up, as the real table is longer than the vocabulary.
-        "vocab_size": -(-len(tokenizer) // 64) * 64,
-        "hidden_size": config.text_width,
-        "intermediate_size": 2 * config.text_width,
-        "num_hidden_layers": config.text_layers,
-        "num_attention_heads": config.text_heads,
-        "num_key_value_heads": config.text_kv_heads,
-        "max_position_embeddings": 128000,
-        "max_window_layers": config.text_layers,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000000.0,
-            "mrope_section": [time, height, head // 2 - time - height],
-        },
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-    }
-    vision_config = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": config.text_width,
-        "fullatt_block_indexes": [0],
-    }
     with torch.device("meta"):
         return {
             "text_encoder": Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(
-                    text_config=text_config,
-                    vision_config=vision_config,
-                    vision_start_token_id=ids["<|vision_start|>"],
-                    vision_end_token_id=ids["<|vision_end|>"],
-                    image_token_id=ids["<|image_pad|>"],
-                    video_token_id=ids["<|video_pad|>"],
-                    tie_word_embeddings=False,
+                text_encoder_config(
+                    tokenizer,
+                    config.text_width,
+                    config.text_layers,
+                    config.text_heads,
+                    config.text_kv_heads,
                 )
             ),
             "transformer": QwenImageTransformer2DModel(
@@ -296,21 +132,6 @@ def build_models(config: CheckpointConfig, tokenizer: Qwen2Tokenizer) -> dict[st
             ),
             "vae": AutoencoderKLQwenImage(base_dim=config.vae_width),
         }
-
-
-def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of the published 20B checkpoints."""
-    return FlowMatchEulerDiscreteScheduler(
-        base_image_seq_len=256,
-        base_shift=0.5,
-        max_image_seq_len=8192,
-        max_shift=0.9,
-        num_train_timesteps=1000,
-        shift=1.0,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-        use_dynamic_shifting=True,
-    )
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -453,10 +274,6 @@ def write_weights(folder: Path, component: str, model: Any, config: CheckpointCo
 # ----------------------------------------------------------------------------------- the whole
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def make_checkpoint(out: Path, **config: Any) -> Path:
     """Writes a checkpoint to the new or empty folder `out`; `config` as in `CheckpointConfig`.
 
@@ -468,7 +285,7 @@ def make_checkpoint(out: Path, **config: Any) -> Path:
         raise FileExistsError(f"{out} exists and is not an empty folder")
     out.mkdir(parents=True, exist_ok=True)
 
-    write_tokenizer(out / "tokenizer")
+    write_tokenizer(out / "tokenizer", words_to_learn())
     tokenizer = load_tokenizer(out / "tokenizer")
     models = build_models(settings, tokenizer)
     pipeline = QwenImagePipeline(scheduler=scheduler(), tokenizer=tokenizer, **models)
@@ -496,11 +313,12 @@ def make_checkpoint(out: Path, **config: Any) -> Path:
 def cached_checkpoint(**config: Any) -> Path:
     """The checkpoint of this config under artifacts/checkpoints, made if it is not there yet.
 
-    The name holds a hash of the config and of this file. Safe for concurrent callers: each writes
+    The name holds a hash of the config and of the code. Safe for concurrent callers: each writes
     its own temporary folder, and the first to rename it wins.
     """
     settings = CheckpointConfig(**config)
-    key = json.dumps(asdict(settings), sort_keys=True).encode() + Path(__file__).read_bytes()
+    key = json.dumps(asdict(settings), sort_keys=True).encode()
+    key += Path(__file__).read_bytes() + Path(layout.__file__).read_bytes()
     target = CACHE / hashlib.sha256(key).hexdigest()[:16]
     if target.exists():
         return target

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests import make_checkpoint
 from tests.make_checkpoint import cached_checkpoint
+from training import layout
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -60,7 +61,7 @@ def pipeline(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return make_checkpoint.load_tokenizer(cached_checkpoint() / "tokenizer")
+    return layout.load_tokenizer(cached_checkpoint() / "tokenizer")
 
 
 def paint(
@@ -212,9 +213,9 @@ def test_an_ignored_mask_shows(pipeline: Any, steps: int) -> None:
 def test_the_template_is_34_tokens_before_any_prompt(
     tokenizer: Any, prompt: str, count: int | None
 ) -> None:
-    prefix = tokenizer(make_checkpoint.TEMPLATE_PREFIX).input_ids
+    prefix = tokenizer(layout.TEMPLATE_PREFIX).input_ids
     suffix = tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids
-    text = make_checkpoint.TEMPLATE_PREFIX + prompt + "<|im_end|>\n<|im_start|>assistant\n"
+    text = layout.TEMPLATE_PREFIX + prompt + "<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(text).input_ids
     assert len(prefix) == 34 and len(suffix) == 5
     assert ids[:34] == prefix and ids[-5:] == suffix
@@ -224,9 +225,9 @@ def test_the_template_is_34_tokens_before_any_prompt(
 
 
 def test_the_template_is_the_pipelines(pipeline: Any) -> None:
-    assert pipeline.prompt_template_encode_start_idx == make_checkpoint.DROPPED_TOKENS
+    assert pipeline.prompt_template_encode_start_idx == layout.DROPPED_TOKENS
     assert pipeline.prompt_template_encode == (
-        make_checkpoint.TEMPLATE_PREFIX + "{}<|im_end|>\n<|im_start|>assistant\n"
+        layout.TEMPLATE_PREFIX + "{}<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
