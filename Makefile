@@ -8,14 +8,13 @@ METRICS_PORT ?= 8002
 HOST ?= 0.0.0.0
 VERIFY ?= auto
 PROMPT ?= a red circle on the left and a blue square on the right, white background
-OUT ?= demo.png
 # Further arguments for pip, such as another index that has a CPU build of torch.
 PIP_ARGS ?=
 
 BIN := .venv/bin
 MODELS := tokenize denoise encode_image
 
-.PHONY: help setup demo test lint format export serve bench clean
+.PHONY: help setup demo test lint format export serve quality bench clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +29,7 @@ setup: .venv/.installed  ## make .venv with everything in it
 	$(BIN)/python -m pip install --quiet --no-deps --editable client
 	touch $@
 
+demo: OUT ?= demo.png
 demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= OUT=]
 	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)"
 
@@ -58,6 +58,12 @@ export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=ful
 serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRICS_PORT= HOST=]
 	@exec $(BIN)/python -m serving --repository "$(REPOSITORY)" --profile "$(PROFILE)" --host "$(HOST)" \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+
+quality: OUT ?= artifacts/quality
+quality: setup  ## measure the pictures [OUT= SERVER=<host:port> | REPOSITORY= PROFILE=] [GATE= REFERENCE=]
+	@$(BIN)/python -m quality run --out "$(OUT)" $(if $(SERVER),--server "$(SERVER)") \
+	    $(if $(filter-out file,$(origin REPOSITORY)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
+	    $(if $(GATE),--gate "$(GATE)") $(if $(REFERENCE),--reference "$(REFERENCE)")
 
 bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
 	$(BIN)/python -m bench.serving

@@ -25,13 +25,14 @@ def assemble(
     repository: Path,
     verify: str = "auto",
     progress: Progress = ignore_progress,
+    workers: int = 1,
 ) -> bool:
     """Exports a checkpoint and assembles the repository around its engines.
 
     Args:
         checkpoint_path: a checkpoint in diffusers layout.
         repository: is replaced in one step at the end, or left untouched.
-        verify, progress: see `export.export_checkpoint`.
+        verify, progress, workers: see `export.export_checkpoint`.
 
     Returns:
         Whether anything was done: False if the repository is up to date and intact.
@@ -66,7 +67,7 @@ def assemble(
         _copy(ROOT / "model_repository", models)
         _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
         exported = staging / "exported"
-        engines = export_checkpoint(checkpoint, exported, verify, progress)
+        engines = export_checkpoint(checkpoint, exported, verify, progress, workers)
         for engine in engines:
             for path in (exported / engine).iterdir():
                 path.rename(models / engine / "1" / path.name)

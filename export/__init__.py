@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +31,60 @@ def export_checkpoint(
     output: Path,
     verify: str = "auto",
     progress: Progress = ignore_progress,
+    workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
     An engine's folder appears only after its check. Returns for each engine its manifest entry.
-    Raises CheckpointError, ExportError, OSError; ValueError for another `verify`.
+    With more than one of `workers`, so many engines at a time are exported by forked processes;
+    the caller must have started no threads. Raises CheckpointError, ExportError, OSError;
+    ValueError for another `verify`.
     """
     if verify not in ("auto", "full"):
         raise ValueError(f"verify is {verify!r}, but it must be auto or full")
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.save_tokenizer(output / "tokenizer.json")
-    result = {}
-    for engine in engines(checkpoint):
-        folder = output / f"{engine.name}.partial"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        try:
-            write_engine(engine, checkpoint, folder, progress)
-            verified = verify_engine(engine, checkpoint, folder, verify, progress)
-            shutil.rmtree(output / engine.name, ignore_errors=True)
-            folder.rename(output / engine.name)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        result[engine.name] = entry(engine, verified)
+    names = [engine.name for engine in engines(checkpoint)]
+    if workers == 1:
+        result = {name: export_engine(checkpoint, name, output, verify, progress) for name in names}
+    else:
+        result = {}
+        fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
+        with ProcessPoolExecutor(workers, fork) as pool:
+            tasks = {
+                name: pool.submit(export_engine, checkpoint, name, output, verify) for name in names
+            }
+            for i, (name, task) in enumerate(tasks.items()):
+                progress("engines", i, len(names))
+                result[name] = task.result()
+        progress("engines", len(names), len(names))
     text = json.dumps(checkpoint.describe(), indent=2, ensure_ascii=False)
     (output / "checkpoint.json").write_text(text + "\n", encoding="utf-8")
     return result
+
+
+def export_engine(
+    checkpoint: Checkpoint,
+    name: str,
+    output: Path,
+    verify: str,
+    progress: Progress = ignore_progress,
+) -> dict[str, Any]:
+    """Writes and checks OUTPUT/<name>; returns its manifest entry."""
+    (engine,) = (engine for engine in engines(checkpoint) if engine.name == name)
+    folder = output / f"{name}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        write_engine(engine, checkpoint, folder, progress)
+        verified = verify_engine(engine, checkpoint, folder, verify, progress)
+        shutil.rmtree(output / name, ignore_errors=True)
+        folder.rename(output / name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return entry(engine, verified)
 
 
 def entry(engine: Engine, verified: dict[str, Any]) -> dict[str, Any]:

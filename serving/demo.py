@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -26,7 +27,12 @@ def main() -> int:
 
     try:
         print(f"exporting {CHECKPOINT.name} to engines (kept for the next time) …", flush=True)
-        assemble(CHECKPOINT, load_profile("cpu"), arguments.repository.resolve())
+        assemble(
+            CHECKPOINT,
+            load_profile("cpu"),
+            arguments.repository.resolve(),
+            workers=os.cpu_count() or 1,
+        )
         print("starting the server …", flush=True)
         with (
             TritonServer(arguments.repository) as server,

@@ -1,0 +1,105 @@
+"""The gate on the trained checkpoint, through the server: what it finds good and what broken."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx.external_data_helper import ExternalDataInfo
+
+from build import manifest
+from quality.gate import load_gate
+from quality.run import load_run, measure
+from quality.served import Served
+from serving.server import TritonServer
+from tests.conftest import ROOT, exported
+from tests.e2e.serving_helpers import variant
+
+GATE = ROOT / "quality" / "gates" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tiny_repository():
+    return exported("tiny", ROOT / "checkpoints" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_repository, tmp_path_factory):
+    """The whole gate by its command; returns what it printed and the run."""
+    out = tmp_path_factory.mktemp("quality") / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "quality", "run", "--out", out, "--repository", tiny_repository],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, load_run(out)
+
+
+def test_the_checkpoint_draws_what_the_captions_say(run):
+    printed, (_, result) = run[0], (run[1].folder, run[1].result)
+    assert result["score"] >= 0.90
+    assert result["score_en"] >= 0.85 and result["score_zh"] >= 0.85
+    assert result["score_shuffled"] < 0.35
+    assert result["passed"] and "\npassed\n" in printed
+    assert result["source"] == "server" and result["checkpoint"]["name"] == "tiny"
+
+
+def test_every_picture_is_that_of_diffusers(run):
+    result = run[1].result
+    assert result["distances"]["largest_difference"] <= 2
+    assert result["noise_cosine"]["lowest"] > 0.999999
+    assert not result["comparison"]["worse"]
+
+
+def perturb(repository, target, layer):
+    """A copy in which noise as strong as the weights is added to the DiT's `layer`."""
+    variant(repository, target, {})
+    folder = target / "model_repository" / "dit" / "1"
+    data = folder / "model.onnx.data"
+    content = bytearray(data.read_bytes())
+    rng = np.random.default_rng(0)
+    perturbed = 0
+    for tensor in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
+        if tensor.name.startswith(layer) and tensor.name.endswith(".weight"):
+            info = ExternalDataInfo(tensor)
+            span = slice(info.offset, info.offset + info.length)
+            weights = np.frombuffer(content[span], np.float32)
+            noise = weights.std() * rng.standard_normal(weights.shape)
+            content[span] = (weights + noise).astype(np.float32).tobytes()
+            perturbed += 1
+    assert perturbed >= 4
+    data.unlink()  # it was a link
+    data.write_bytes(content)
+    described = manifest.read(target)
+    (target / "manifest.json").unlink()
+    manifest.write(target, {**described, "files": manifest.list_files(target)})
+    return target
+
+
+def test_a_perturbed_attention_layer_is_found(run, tiny_repository, tmp_path):
+    """With 60 of the prompts, against the unperturbed server's pictures of them."""
+    folder = tmp_path / "gate"
+    folder.mkdir()
+    (folder / "gate.yaml").write_text((GATE / "gate.yaml").read_text())
+    lines = (GATE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:60]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    gate = load_gate(folder)
+
+    def on(repository, out, reference=None):
+        with TritonServer(repository) as server, Served(server.grpc_url) as served:
+            return measure(gate, served, out, reference, lambda *_: None)
+
+    first = on(tiny_repository, tmp_path / "first")
+    assert [p["score"] for p in first["pictures"]] == pytest.approx(
+        [p["score"] for p in run[1].result["pictures"][:60]], abs=0.05
+    )
+    broken = perturb(tiny_repository, tmp_path / "broken", "transformer_blocks.3.attn.to_")
+    second = on(broken, tmp_path / "second", load_run(tmp_path / "first"))
+    assert second["comparison"]["worse"]
+    assert second["noise_cosine"]["lowest"] < 0.999
+    assert not second["passed"]
+    json.dumps(second, allow_nan=False)
