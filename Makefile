@@ -30,8 +30,8 @@ setup: .venv/.installed  ## make .venv with everything in it
 	touch $@
 
 demo: OUT ?= demo.png
-demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= OUT=]
-	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)"
+demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= SEED= OUT=]
+	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)" $(if $(SEED),--seed "$(SEED)")
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest

@@ -14,10 +14,12 @@ LABEL = 14
 
 
 def contact_sheet(
-    pictures: Sequence[np.ndarray], labels: Sequence[str] | None = None
+    pictures: Sequence[np.ndarray],
+    labels: Sequence[str] | None = None,
+    columns: int | None = None,
 ) -> Image.Image:
     """Pictures, uint8 [H, W, 3] each, in rows, larger ones reduced; with a label below each."""
-    columns = max(1, math.ceil(math.sqrt(1.6 * len(pictures))))
+    columns = columns or max(1, math.ceil(math.sqrt(1.6 * len(pictures))))
     rows = math.ceil(len(pictures) / columns)
     step = CELL + GAP
     line = step + (LABEL if labels else 0)

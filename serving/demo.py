@@ -7,16 +7,28 @@ import os
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from serving.errors import ServeError
 from serving.server import TritonServer
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
 
+def output_problem(path: Path) -> str | None:
+    """Why no picture can be written there; found before time is spent on one."""
+    if not path.resolve().parent.is_dir():
+        return f"there is no folder for {path}"
+    if path.suffix.lower() not in Image.registered_extensions():
+        return f"{path} has no suffix of a picture, such as .png"
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--output", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--seed", type=int, help="random by default")
     parser.add_argument("--repository", type=Path, default=Path("artifacts/demo"))
     arguments = parser.parse_args()
     # These import torch and diffusers, which takes seconds: --help need not wait for them.
@@ -25,6 +37,10 @@ def main() -> int:
     from export import CheckpointError, ExportError
     from qwen_image_client import Client, QwenImageError
 
+    problem = output_problem(arguments.output)
+    if problem:
+        print(f"demo failed: {problem}", file=sys.stderr)
+        return 1
     try:
         print(f"exporting {CHECKPOINT.name} to engines (kept for the next time) …", flush=True)
         assemble(
@@ -39,7 +55,9 @@ def main() -> int:
             Client(server.grpc_url) as client,
         ):
             print(f"asking {server.grpc_url} for {arguments.prompt!r} …", flush=True)
-            generation = client.generate(arguments.prompt, num_inference_steps=20)
+            generation = client.generate(
+                arguments.prompt, num_inference_steps=20, seed=arguments.seed
+            )
         generation.images[0].save(arguments.output)
     except (BuildError, CheckpointError, ExportError, ServeError, QwenImageError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
@@ -47,6 +65,9 @@ def main() -> int:
     except OSError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("demo interrupted", file=sys.stderr)
+        return 130
     stages = ", ".join(f"{k} {v:.0f} ms" for k, v in generation.metadata["stages_ms"].items())
     print(f"{arguments.output}: seed {generation.seeds[0]} ({stages})")
     return 0

@@ -49,3 +49,14 @@ def repository(checkpoint: Path) -> Path:
 @pytest.fixture(scope="session")
 def other_repository(other_checkpoint: Path) -> Path:
     return exported("other", other_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Path:
+    """The trained one."""
+    return ROOT / "checkpoints" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_repository(tiny_checkpoint: Path) -> Path:
+    return exported("tiny", tiny_checkpoint)

@@ -13,7 +13,7 @@ from training.graph import Graphed
 from training.layout import DROPPED_TOKENS, TEMPLATE_PREFIX, TEMPLATE_SUFFIX
 from training.models import Models, in_bf16, text_parameters
 from training.pool import Pool
-from training.progress import Progress, learning_rate
+from training.progress import Progress
 from training.settings import Settings
 
 
@@ -236,23 +236,13 @@ def train(
         mask,
     )
     run = Graphed(update)
-    start = progress.steps("dit")
-    for step in range(start, settings.dit_steps):
-        if progress.out_of_time():
-            return False
-        done = progress.done("dit", settings.dit_seconds)
-        if done is not None and done >= 1:
-            break
+    steps = settings.dit_steps
+    for step in progress.remaining("dit", steps, optimizer, settings.dit_rate, settings.warmup):
         if step % settings.grow_every == 0:
             pool.grow()
-        rate = learning_rate(
-            step, start, settings.dit_steps, settings.dit_rate, settings.warmup, done
-        )
-        for group in optimizer.param_groups:
-            group["lr"].fill_(rate)
         batch = pool.batch(settings.dit_batch, round_text_to=64)
         ids, mask = drop_prompts(batch.ids, batch.mask, blanks)
         value, norm = run(batch.items, ids, mask)
         average.update(step)
-        progress.add("dit", step + 1, settings.dit_steps, loss=value, norm=norm)
-    return True
+        progress.add("dit", step + 1, steps, loss=value, norm=norm)
+    return progress.steps("dit") >= steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,9 @@ class Graphed:
         self.warmup = warmup
         self.graphs: dict[Any, Any] = {}
         self.seen: dict[Any, int] = {}
-        self.broken = bool(os.environ.get("NOGRAPH"))
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if inputs[0].device.type != "cuda" or self.broken:
+        if inputs[0].device.type != "cuda":
             return self.step(*inputs)
         key = tuple(tuple(x.shape) for x in inputs)
         if key not in self.graphs:
@@ -38,15 +36,8 @@ class Graphed:
             static = tuple(x.clone() for x in inputs)
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    outputs = self.step(*static)
-            except Exception as error:  # runs on without graphs
-                print(f"no CUDA graph: {type(error).__name__}: {str(error)[:600]}", flush=True)
-                self.broken = True
-                torch.cuda.synchronize()
-                return self.step(*inputs)
-            print(f"captured {key}", flush=True)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outputs = self.step(*static)
             self.graphs[key] = (graph, static, outputs)
         graph, static, outputs = self.graphs[key]
         for a, b in zip(static, inputs, strict=True):

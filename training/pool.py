@@ -22,13 +22,13 @@ class Bucket:
     cursor: int = 0
 
     def add(self, items: torch.Tensor, scenes: Scenes) -> None:
-        n = len(items)
+        n = min(len(items), len(self.items))
         if self.cursor + n > len(self.items):
             self.cursor = 0
         place = slice(self.cursor, self.cursor + n)
-        self.items[place] = items
-        self.ids[place] = torch.from_numpy(scenes.ids).to(self.ids.device)
-        self.lengths[place] = scenes.lengths
+        self.items[place] = items[:n]
+        self.ids[place] = torch.from_numpy(scenes.ids[:n]).to(self.ids.device)
+        self.lengths[place] = scenes.lengths[:n]
         self.cursor += n
         self.count = max(self.count, self.cursor)
 
@@ -62,7 +62,7 @@ class Pool:
         seed: tuple[int, ...] = (0,),
         lump: int = 1,
     ) -> None:
-        self.lump = lump  # pictures of a size that are taken in at once
+        self.lump = min(lump, capacity)  # pictures of a size that are taken in at once
         self.renderer = renderer
         self.capacity = capacity  # of each size
         self.device = device
@@ -99,7 +99,7 @@ class Pool:
             ]
             bucket.items = parts[0].new_empty(len(old), *parts[0].shape[1:])
             bucket.items[: bucket.count] = torch.cat(parts)
-        self.lump = 1024
+        self.lump = min(1024, self.capacity)
 
     def _take(self, scenes: Scenes) -> None:
         pictures = torch.from_numpy(scenes.pictures).to(self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from PIL import Image, ImageDraw
 LOG_EVERY = 50
 
 
-def learning_rate(
-    step: int, start: int, steps: int, peak: float, warmup: int, done: float | None = None
-) -> float:
+def learning_rate(step: int, start: int, steps: int, peak: float, warmup: int) -> float:
     """Warm-up (again after a resume, whose optimizer starts empty), constant, down to 1 % at last.
 
     The decay takes the last 30 % of the steps, so that `steps` can be changed before that.
     """
     rise = min(1.0, (step - start + 1) / max(warmup if start == 0 else warmup // 2, 1))
-    left = (1 - (step / max(steps, 1) if done is None else done)) / 0.3
+    left = (1 - step / max(steps, 1)) / 0.3
     return peak * rise * min(1.0, max(0.01, left))
 
 
@@ -39,7 +38,6 @@ class Progress:
         self._deadline = time.monotonic() + 60 * minutes
         self._sums: dict[str, torch.Tensor] = {}
         self._since: tuple[float, int] | None = None
-        self._began: dict[str, tuple[float, float]] = {}
 
     def stage(self, name: str) -> dict[str, Any]:
         return self.state["stages"].setdefault(name, {"steps": 0, "seconds": 0.0, "log": []})
@@ -47,19 +45,17 @@ class Progress:
     def steps(self, name: str) -> int:
         return self.stage(name)["steps"]
 
-    def done(self, name: str, seconds: float) -> float | None:
-        """The share of a stage's `seconds` that has gone, over all runs; None if 0."""
-        if not seconds:
-            return None
-        stage = self.stage(name)
-        if name not in self._began:
-            self._began[name] = (time.monotonic(), stage.get("clock", 0.0))
-        began, before = self._began[name]
-        stage["clock"] = before + time.monotonic() - began
-        return stage["clock"] / seconds
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self._deadline
+    def remaining(
+        self, name: str, steps: int, optimizer: torch.optim.Optimizer, peak: float, warmup: int
+    ) -> Iterator[int]:
+        """The steps of a stage that are left, as long as the time lasts; sets the learning rate."""
+        start = self.steps(name)
+        for step in range(start, steps):
+            if time.monotonic() > self._deadline:
+                return
+            for group in optimizer.param_groups:
+                group["lr"].fill_(learning_rate(step, start, steps, peak, warmup))
+            yield step
 
     def add(self, name: str, step: int, steps: int, **values: torch.Tensor) -> None:
         """Counts a step. Values stay on the GPU until they are shown."""

@@ -1,6 +1,7 @@
 """Trains the small checkpoint on one GPU, in as many runs as it takes.
 
-    python -m training STATE [--stage all --minutes 9 --compile] [--out CHECKPOINT]
+    python -m training STATE --out CHECKPOINT      # all of it, and the export
+    python -m training STATE --minutes 9           # some of it; the same again goes on
 
 STATE is a folder: a new one starts a training, one that holds a state goes on with it.
 """
@@ -8,20 +9,21 @@ STATE is a folder: a new one starts a training, one that holds a state goes on w
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from quality.sheet import contact_sheet
 from training import flow, store, vae
 from training.export import export
 from training.layout import DROPPED_TOKENS, TEMPLATE_PREFIX, TEMPLATE_SUFFIX, scheduler
 from training.models import Sizes, parameter_table, use_image_convolutions
 from training.pool import Pool
 from training.progress import Progress
-from training.sample import contact_sheet, sample
+from training.sample import sample
 from training.scenes import Renderer
 from training.settings import Settings
 
@@ -41,7 +43,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         for field in fields(kind):
             flag = "--" + field.name.replace("_", "-")
             if field.type == "bool":
-                parser.add_argument(flag, action="store_true")
+                action = argparse.BooleanOptionalAction
+                parser.add_argument(flag, action=action, default=field.default)
             elif field.name != "rope_axes":
                 convert: Any = {"int": int, "float": float}[str(field.type)]
                 parser.add_argument(flag, type=convert, default=field.default)
@@ -75,6 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     values = vars(options)
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        settings = replace(settings, compile=False)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = True
@@ -134,7 +139,7 @@ def train(
 ) -> None:
     """The stages that are due, each saved when it ends or the time is up."""
     seed = (settings.seed, progress.state["runs"])
-    vae_done = progress.steps("vae") >= settings.vae_steps or "complete" in progress.stage("vae")
+    vae_done = progress.steps("vae") >= settings.vae_steps
     pool = None
     if stage in ("all", "vae") and not vae_done:
         pool = Pool(renderer, settings.scenes // 2, device, seed=(*seed, 0))

@@ -3,7 +3,7 @@
     python -m training.sample STATE --out sheet.png [--count 48 --steps 20 --guidance 4]
 
 For looking at a training's state on the machine that trains; the served model is measured with
-`quality`. Scores come along if `quality.judge` is there.
+`make quality`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
+from quality.judge import judge
+from quality.sheet import contact_sheet
 from quality.world import LANGUAGES, PICTURE_SIZES, describe, random_scene
 from training.flow import TextEncoder, pack, prefix_ids, prompt_ids, shift, unpack
 from training.layout import scheduler
@@ -80,15 +81,6 @@ def generate(
     return pictures.permute(0, 2, 3, 1).cpu().numpy()
 
 
-def contact_sheet(pictures: list[np.ndarray], columns: int = 12) -> Image.Image:
-    cell = 148
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new("RGB", (columns * cell, rows * cell), (128, 128, 128))
-    for i, picture in enumerate(pictures):
-        sheet.paste(Image.fromarray(picture), (i % columns * cell + 2, i // columns * cell + 2))
-    return sheet
-
-
 def sample(
     models: Models,
     tokenizer: Any,
@@ -119,10 +111,6 @@ def sample(
 
 def score(prompts: list[str], pictures: list[np.ndarray]) -> list[str]:
     """Mean scores of `quality.judge`, by language, size of the picture and aspect."""
-    try:
-        from quality.judge import judge
-    except ImportError:
-        return ["no quality.judge, no scores"]
     values: dict[str, list[float]] = defaultdict(list)
     for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
         verdict = judge(prompt, picture)

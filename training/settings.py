@@ -10,14 +10,12 @@ class Settings:
     """Batches are pictures a step; rates are peak learning rates of AdamW."""
 
     seed: int = 0
-    vae_steps: int = 6000
-    vae_seconds: float = 0.0  # if not 0, these end the stage and pace its learning rate
-    dit_seconds: float = 0.0
-    vae_batch: int = 256
-    vae_rate: float = 1.5e-3
+    vae_steps: int = 5200
+    vae_batch: int = 64
+    vae_rate: float = 1.2e-3
     edge_weight: float = 0.5
     kl_weight: float = 1e-3
-    dit_steps: int = 20_000
+    dit_steps: int = 7400
     dit_batch: int = 1024
     dit_rate: float = 1.2e-3
     warmup: int = 500
@@ -29,4 +27,4 @@ class Settings:
     first_scenes: int = 24_000  # rendered before a stage starts
     grow_every: int = 4  # steps between two looks for a new chunk of scenes
     workers: int = 0  # that render; 0: two fewer than there are cores
-    compile: bool = False
+    compile: bool = True  # the transformers' blocks, on a GPU

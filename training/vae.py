@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from training.graph import Graphed
 from training.pool import Pool
-from training.progress import Progress, learning_rate
+from training.progress import Progress
 from training.settings import Settings
 
 # Of the latents' spread. The decoder learns to live with latents that are a little off, as those
@@ -74,31 +74,22 @@ def train(vae: Any, pool: Pool, progress: Progress, settings: Settings) -> bool:
         return value.detach(), distance.detach(), norm
 
     run = Graphed(update)
-    start = progress.steps("vae")
-    for step in range(start, settings.vae_steps):
-        if progress.out_of_time():
-            return False
-        done = progress.done("vae", settings.vae_seconds)
-        if done is not None and done >= 1:
-            break
+    steps = settings.vae_steps
+    for step in progress.remaining(
+        "vae", steps, optimizer, settings.vae_rate, settings.warmup // 2
+    ):
         if step % settings.grow_every == 0:
             pool.grow()
-        rate = learning_rate(
-            step, start, settings.vae_steps, settings.vae_rate, settings.warmup // 2, done
-        )
-        for group in optimizer.param_groups:
-            group["lr"].fill_(rate)
         value, distance, norm = run(pool.batch(settings.vae_batch).items)
-        progress.add("vae", step + 1, settings.vae_steps, loss=value, l1=distance, norm=norm)
-    progress.stage("vae")["complete"] = True
-    return True
+        progress.add("vae", step + 1, steps, loss=value, l1=distance, norm=norm)
+    return progress.steps("vae") >= steps
 
 
 @torch.no_grad()
 def measure_latents(vae: Any, pool: Pool, batches: int = 64) -> None:
     """Writes the mean and standard deviation of each latent channel into the VAE's config."""
     total = torch.zeros(3, vae.config.z_dim, dtype=torch.float64, device=pool.device)
-    for _ in range(batches):
+    for _ in range(min(batches, 1 + pool.count // 128)):
         mean, _ = encode(vae, to_signed(pool.batch(128).items))
         values = mean.double().transpose(0, 1).flatten(1)
         total += torch.stack(

@@ -240,7 +240,7 @@ class AsyncClient:
         )
         # Marks the exception of an answer that nobody waits for any more as seen.
         answer.add_done_callback(lambda task: task.cancelled() or task.exception())
-        lost = asyncio.ensure_future(self._until_lost())
+        lost = asyncio.ensure_future(self._until_lost(answer))
         try:
             await asyncio.wait(
                 {answer, lost},
@@ -266,15 +266,17 @@ class AsyncClient:
             lost.cancel()
             answer.cancel()
 
-    async def _until_lost(self) -> None:
-        """Returns when the server has not answered two checks in a row.
+    async def _until_lost(self, answer: asyncio.Task[Any]) -> None:
+        """Returns when the server has not answered two checks in a row, or the answer is there.
 
         A killed process closes its connections, which ends the call itself. A dead machine or
         network does not, HTTP has no keepalive, and Triton takes gRPC's keepalive pings within
         five minutes for abuse.
         """
         failures = 0
-        while failures < 2:
+        # A cancellation can get lost: `wait_for` drops it if the check ends in the same moment
+        # (Python before 3.12). The answer, which is given up with it, then ends this.
+        while failures < 2 and not answer.done():
             await asyncio.sleep(PROBE_INTERVAL)
             try:
                 await self._limited(self._wire.live())

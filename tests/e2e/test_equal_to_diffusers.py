@@ -78,8 +78,14 @@ def other_server(other_repository):
         yield running
 
 
+@pytest.fixture(scope="module")
+def tiny_server(tiny_repository):
+    with TritonServer(tiny_repository) as running:
+        yield running
+
+
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("which", ["default", "other"])
+@pytest.mark.parametrize("which", ["default", "other", "tiny"])
 def test_equal_to_diffusers(which, fields, request):
     prefix = "" if which == "default" else "other_"
     running = request.getfixturevalue(f"{prefix}server")

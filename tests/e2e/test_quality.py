@@ -14,15 +14,11 @@ from quality.gate import load_gate
 from quality.run import load_run, measure
 from quality.served import Served
 from serving.server import TritonServer
-from tests.conftest import ROOT, exported
+from tests.conftest import ROOT
+from tests.e2e.reference import largest_difference, reference_images
 from tests.e2e.serving_helpers import variant
 
 GATE = ROOT / "quality" / "gates" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def tiny_repository():
-    return exported("tiny", ROOT / "checkpoints" / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def run(tiny_repository, tmp_path_factory):
 
 
 def test_the_checkpoint_draws_what_the_captions_say(run):
-    printed, (_, result) = run[0], (run[1].folder, run[1].result)
+    printed, result = run[0], run[1].result
     assert result["score"] >= 0.90
     assert result["score_en"] >= 0.85 and result["score_zh"] >= 0.85
     assert result["score_shuffled"] < 0.35
@@ -53,6 +49,14 @@ def test_every_picture_is_that_of_diffusers(run):
     assert result["distances"]["largest_difference"] <= 2
     assert result["noise_cosine"]["lowest"] > 0.999999
     assert not result["comparison"]["worse"]
+
+
+def test_the_shipped_reference_is_what_diffusers_draws(tiny_checkpoint):
+    gate = load_gate(GATE)
+    shipped = load_run(gate.reference)
+    for number in (2, 101):
+        drawn = reference_images(tiny_checkpoint, **gate.prompts[number].fields)
+        assert largest_difference([shipped.picture(number)], drawn) <= 1
 
 
 def perturb(repository, target, layer):

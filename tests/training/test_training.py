@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 
+from export import Checkpoint
+from tests.conftest import ROOT
 from training import flow, store, vae
 from training.export import export
 from training.layout import DROPPED_TOKENS, TEMPLATE_PREFIX, TEMPLATE_SUFFIX, scheduler
@@ -232,3 +237,32 @@ def test_vae_loss_falls(tokenizer: Any, tmp_path: Path) -> None:
         optimizer.zero_grad()
         losses.append(value.item())
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_command_trains_resumes_and_exports(tmp_path: Path) -> None:
+    """In processes of their own: the command changes diffusers for as long as it lives."""
+    sizes = "--blocks 1 --heads 2 --head-size 24 --rope-axes 8 8 8 --text-layers 1 --text-width 64"
+    sizes += " --text-heads 2"
+    small = "--vae-width 4 --vae-batch 4 --dit-batch 4 --scenes 120 --first-scenes 100 --workers 1"
+    command = [sys.executable, "-m", "training", str(tmp_path / "state"), *sizes.split()]
+    command += [*small.split(), "--vae-steps", "3", "--dit-steps", "3", "--samples", "2"]
+
+    def train(*arguments: str) -> str:
+        done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def state() -> dict[str, Any]:
+        stages = json.loads((tmp_path / "state" / "state.json").read_text())["stages"]
+        return {name: stage["steps"] for name, stage in stages.items()}
+
+    train("--minutes", "0")
+    assert state() == {"vae": 0}
+    train("--stage", "vae")
+    assert state() == {"vae": 3}
+    assert "bytes of safetensors" in train("--out", str(tmp_path / "out"))
+    assert state() == {"vae": 3, "dit": 3}
+    assert (tmp_path / "state" / "curves.png").stat().st_size > 0
+    description = Checkpoint(tmp_path / "out").describe()
+    assert description["pipeline_class"] == "QwenImagePipeline"
+    assert len(description["vae"]["latents_mean"]) == 16
