@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,52 +23,58 @@ ALIGNMENT = 64  # bytes; a cache line, and the widest vector load
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a graph: `shape` in the graph, `offset` in bytes in the data file."""
+    """A weight as the engine holds it. `pieces` gives its elements in order; one piece at a time
+    is in memory."""
 
     name: str
     shape: tuple[int, ...]
-    offset: int
-    source: StoredTensor
+    dtype: ir.DataType
+    pieces: Callable[[], Iterator[np.ndarray]]
 
     @property
     def length(self) -> int:
-        return 4 * int(np.prod(self.shape))
+        """Bytes; of 4-bit types two elements share one."""
+        return math.ceil(self.dtype.itemsize * math.prod(self.shape))
 
-    def initializer(self) -> ir.Value:
-        tensor = ir.ExternalTensor(
-            DATA,
-            self.offset,
-            self.length,
-            ir.DataType.FLOAT,
-            shape=ir.Shape(self.shape),
-            name=self.name,
-        )
-        return ir.Value(
-            name=self.name,
-            type=ir.TensorType(ir.DataType.FLOAT),
-            shape=ir.Shape(self.shape),
-            const_value=tensor,
-        )
+    def value(self) -> ir.Value:
+        """The graph's initializer, still without its place in the data file."""
+        return ir.Value(name=self.name, type=ir.TensorType(self.dtype), shape=ir.Shape(self.shape))
 
 
 def plan_weights(engine: Engine, checkpoint: Checkpoint) -> dict[str, Weight]:
-    """The engine's weights by their names in the checkpoint, in the order of their use."""
+    """The engine's weights, FP32, by their names in the checkpoint, in the order of their use."""
     result: dict[str, Weight] = {}
-    offset = 0
     for stage, part in engine.stages:
         for parameter, value in part.module.named_parameters():
             name = engine.weight_name(stage, parameter)
-            weight = Weight(
-                name, tuple(value.shape), offset, checkpoint.tensors[engine.component][name]
-            )
-            result[name] = weight
-            offset += -(-weight.length // ALIGNMENT) * ALIGNMENT
+            source, shape = checkpoint.tensors[engine.component][name], tuple(value.shape)
+            result[name] = Weight(name, shape, ir.DataType.FLOAT, partial(fitted, source, shape))
     return result
 
 
-def write_engine(engine: Engine, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
-    """Writes the engine's two files to `folder`. Raises ExportError, CheckpointError, OSError."""
+def fitted(source: StoredTensor, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """A stored tensor's elements, as those of `shape`."""
+    if source.shape == shape:
+        yield from source.chunks()
+    else:
+        yield single_frame(source.read(), shape)
+
+
+def write_engine(
+    engine: Engine, checkpoint: Checkpoint, folder: Path, progress: Progress
+) -> tuple[ir.Model, dict[str, Weight]]:
+    """Writes the engine's two files to `folder`, in FP32; returns what they were written from.
+
+    Raises ExportError, CheckpointError, OSError.
+    """
     weights = plan_weights(engine, checkpoint)
+    model = build_graph(engine, weights, progress)
+    save(engine.name, model, weights, folder, progress)
+    return model, weights
+
+
+def build_graph(engine: Engine, weights: Mapping[str, Weight], progress: Progress) -> ir.Model:
+    """The engine's graph in FP32; its weights are initializers without data."""
     traced: dict[int, TracedPart] = {}
     unique = {id(part): part for _, part in engine.stages}
     for i, (key, part) in enumerate(unique.items()):
@@ -74,7 +83,7 @@ def write_engine(engine: Engine, checkpoint: Checkpoint, folder: Path, progress:
     progress(f"{engine.name}: trace", len(unique), len(unique))
 
     builder = GraphBuilder(engine.name, engine.inputs)
-    builder.initializers |= {name: weight.initializer() for name, weight in weights.items()}
+    builder.initializers |= {name: weight.value() for name, weight in weights.items()}
     collected = []
     for stage, part in engine.stages:
         if any(tensor.name == "index" for tensor in part.inputs):
@@ -93,21 +102,35 @@ def write_engine(engine: Engine, checkpoint: Checkpoint, folder: Path, progress:
             collected.append(builder.values[engine.collected])
     if engine.collected:
         builder.concat(engine.collected, collected, axis=1)
-    ir.save(builder.model(engine.outputs), folder / MODEL)
-    write_data(engine, weights, folder / DATA, progress)
+    return builder.model(engine.outputs)
 
 
-def write_data(engine: Engine, weights: dict[str, Weight], file: Path, progress: Progress) -> None:
-    with file.open("wb") as stream:
-        for i, weight in enumerate(weights.values()):
-            progress(f"{engine.name}: weights", i, len(weights))
-            stream.write(b"\0" * (weight.offset - stream.tell()))
-            if weight.source.shape == weight.shape:
-                for chunk in weight.source.chunks():
-                    stream.write(chunk.data)
-            else:
-                stream.write(single_frame(weight.source.read(), weight.shape).data)
-    progress(f"{engine.name}: weights", len(weights), len(weights))
+def save(
+    name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
+) -> None:
+    """Writes the graph, and the weights that it uses behind each other into its data file."""
+    used = {key: weights[key] for key in model.graph.initializers if key in weights}
+    offsets = {}
+    end = 0
+    for key, weight in used.items():
+        offsets[key] = end
+        end += -(-weight.length // ALIGNMENT) * ALIGNMENT
+        model.graph.initializers[key].const_value = ir.ExternalTensor(
+            DATA,
+            offsets[key],
+            weight.length,
+            weight.dtype,
+            shape=ir.Shape(weight.shape),
+            name=key,
+        )
+    ir.save(model, folder / MODEL)
+    with (folder / DATA).open("wb") as stream:
+        for i, (key, weight) in enumerate(used.items()):
+            progress(f"{name}: weights", i, len(used))
+            stream.write(b"\0" * (offsets[key] - stream.tell()))
+            for piece in weight.pieces():
+                stream.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+    progress(f"{name}: weights", len(used), len(used))
 
 
 def single_frame(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

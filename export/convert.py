@@ -1,0 +1,53 @@
+"""A verified FP32 engine → the same by a recipe: BF16, FP8, NVFP4, INT8."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from export.calibrate import Calibration
+from export.cast import to_bf16
+from export.engines import Engine
+from export.graph import ExportError
+from export.progress import Progress
+from export.quantize import Activations, layers, quantize
+from export.recipe import EngineRecipe
+from export.write import Weight, save
+
+
+def convert_engine(
+    engine: Engine,
+    model: ir.Model,
+    weights: Mapping[str, Weight],
+    recipe: EngineRecipe,
+    calibration: Calibration | None,
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Overwrites the engine's files in `folder`; returns how many layers have which format.
+
+    model, weights: what `write_engine` returned; `model` is changed. Raises ExportError.
+    """
+    found = layers(model, weights)
+    formats = recipe.assign(found, engine.blocks)
+    if formats and calibration is None:
+        raise ExportError(
+            f"{recipe.where} quantizes activations, which takes their ranges: make a calibration "
+            "with `python -m export.calibrate` and name it"
+        )
+    converted = to_bf16(model, weights) if recipe.compute == "bf16" else dict(weights)
+    if formats:
+        assert calibration is not None
+        converted |= {f"{name}.weight": weights[f"{name}.weight"] for name in formats}
+        activations = Activations(
+            lambda name: calibration.amax(f"{engine.name}/{name}"),
+            lambda name: calibration.channels(f"{engine.name}/{name}"),
+        )
+        converted = quantize(model, converted, formats, activations, recipe.smooth)
+    save(engine.name, model, converted, folder, progress)
+    counts = Counter(formats.get(name, recipe.compute) for name in found)
+    return {"compute": recipe.compute, "layers": dict(counts)}

@@ -1,0 +1,338 @@
+"""Quantizes layers of a graph, in the forms that TensorRT takes.
+
+FP8 and INT8: the activation goes through QuantizeLinear and DequantizeLinear with one calibrated
+scale, the weight is stored quantized with a scale for each output channel. NVFP4: both in blocks of
+16 along the input channels, E2M1 elements with E4M3 scales and one FP32 scale over these; the
+activation's block scales are found at run time by TensorRT's own operator. Scales are FP32; what
+comes out of them is cast to the type that the layer computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from export.cast import insert_cast
+from export.graph import ExportError
+from export.write import Weight
+
+FLOAT = ir.DataType.FLOAT
+FP8, INT8, FP4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT8, ir.DataType.FLOAT4E2M1
+LARGEST = {"fp8": 448.0, "int8": 127.0, "fp4": 6.0}  # of E4M3FN, symmetric INT8, E2M1
+BLOCK = 16  # elements of NVFP4 that share a scale
+TRT = "trt"  # the domain of TensorRT's own operators
+SMALLEST = 1e-8  # a scale is never nought
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix multiplication or convolution with a weight; `transpose` lies between the two."""
+
+    name: str
+    node: ir.Node
+    weight: ir.Value
+    transpose: ir.Node | None
+
+    @property
+    def first_node(self) -> ir.Node:
+        """The one that reads the weight."""
+        return self.transpose or self.node
+
+    @property
+    def activation(self) -> ir.Value:
+        value = self.node.inputs[0]
+        assert value is not None
+        return value
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What calibration found: by layer the largest absolute input, and that of each channel."""
+
+    amax: Callable[[str], float]
+    channels: Callable[[str], np.ndarray]
+
+
+def layers(model: ir.Model, weights: Mapping[str, Weight]) -> dict[str, Layer]:
+    """The layers of a graph by their names, in order."""
+    found: dict[str, Layer] = {}
+    for node in model.graph:
+        if node.op_type not in ("MatMul", "Gemm", "Conv"):
+            continue
+        value = node.inputs[1]
+        producer = value.producer() if value is not None else None
+        transpose = producer if producer is not None and producer.op_type == "Transpose" else None
+        weight = transpose.inputs[0] if transpose is not None else value
+        if weight is not None and weight.is_initializer() and weight.name in weights:
+            name = str(weight.name).removesuffix(".weight")
+            found[name] = Layer(name, node, weight, transpose)
+    return found
+
+
+def quantize(
+    model: ir.Model,
+    weights: Mapping[str, Weight],
+    formats: Mapping[str, str],
+    activations: Activations,
+    smooth: float | None = None,
+) -> dict[str, Weight]:
+    """Quantizes the layers named in `formats` in place; returns the weights as they then are.
+
+    weights: in FP32, whatever the graph computes in. smooth: SmoothQuant's alpha, for INT8.
+    Raises ExportError, which names the layer.
+    """
+    found = layers(model, weights)
+    quantizer = _Quantizer(model.graph, dict(weights), activations)
+    for group in _sharing_an_input(found, formats):
+        if formats[group[0].name] == "nvfp4":
+            quantizer.nvfp4(group)
+        else:
+            quantizer.scaled(group, formats[group[0].name], smooth)
+    if any(name == "nvfp4" for name in formats.values()):
+        model.graph.opset_imports[TRT] = 1
+    return quantizer.weights
+
+
+def _sharing_an_input(
+    found: Mapping[str, Layer], formats: Mapping[str, str]
+) -> Iterator[list[Layer]]:
+    """Layers of one format that read the same value: it is quantized once."""
+    groups: dict[tuple[ir.Value, str], list[Layer]] = {}
+    for name, kind in formats.items():
+        groups.setdefault((found[name].activation, kind), []).append(found[name])
+    yield from groups.values()
+
+
+class _Quantizer:
+    def __init__(
+        self, graph: ir.Graph, weights: dict[str, Weight], activations: Activations
+    ) -> None:
+        self.graph = graph
+        self.weights = weights
+        self.activations = activations
+
+    def scaled(self, group: list[Layer], kind: str, smooth: float | None) -> None:
+        """FP8 or INT8."""
+        dtype = FP8 if kind == "fp8" else INT8
+        first, x = group[0], group[0].activation
+        amax = max(self._amax(layer) for layer in group)
+        factors = None
+        if kind == "int8" and smooth is not None:
+            channels = np.max([self._channels(layer) for layer in group], 0)
+            strengths = [np.abs(self._read(layer)).max(0) for layer in group]
+            factors = smoothing(channels, np.max(strengths, 0), smooth)
+            amax = float((channels / factors).max())
+            x = self._node(
+                first.node,
+                "Mul",
+                [x, self._constant(f"{first.name}.smoothing", (1 / factors), x.dtype)],
+                f"{first.name}/smoothed",
+                x.dtype,
+            )
+        scale = self._constant(
+            f"{first.name}.input_scale", np.array(max(amax / LARGEST[kind], SMALLEST)), FLOAT
+        )
+        zero = self._constant(f"zero.{kind}", np.zeros((), dtype.numpy()), dtype)
+        name = f"{first.name}/input"
+        q = self._node(first.node, "QuantizeLinear", [x, scale, zero], f"{name}.{kind}", dtype)
+        exact = self._node(first.node, "DequantizeLinear", [q, scale, zero], name, FLOAT)
+        x = self._as(first.node, exact, x.dtype)
+        for layer in group:
+            weight = self.weights.pop(layer.weight.name)
+            rows = partial(_read, weight)
+            if factors is not None:
+                rows = partial(_smoothed, weight, factors)
+            stored = self._store(layer.weight.name, weight.shape, dtype, partial(_rows, rows, kind))
+            scales = self._store(
+                f"{layer.name}.weight_scale",
+                weight.shape[:1],
+                FLOAT,
+                partial(_row_scales, rows, kind),
+            )
+            wide = self._node(
+                layer.first_node,
+                "DequantizeLinear",
+                [stored, scales],
+                f"{layer.name}/weight",
+                FLOAT,
+                axis=0,
+            )
+            self._connect(layer, x, wide)
+
+    def nvfp4(self, group: list[Layer]) -> None:
+        first, x = group[0], group[0].activation
+        name = f"{first.name}/input"
+        amax = max(self._amax(layer) for layer in group)
+        overall = max(amax / (LARGEST["fp4"] * LARGEST["fp8"]), SMALLEST)
+        scale = self._constant(f"{first.name}.input_scale", np.array(overall), FLOAT)
+        q = ir.Value(name=f"{name}.fp4", type=ir.TensorType(FP4))
+        q_scale = ir.Value(name=f"{name}.scale", type=ir.TensorType(FP8))
+        attributes = [
+            ir.AttrInt64("axis", -1),
+            ir.AttrInt64("block_size", BLOCK),
+            ir.AttrInt64("scale_type", FP8),
+        ]
+        dynamic = ir.Node(
+            TRT, "TRT_FP4DynamicQuantize", [x, scale], attributes, outputs=[q, q_scale], name=name
+        )
+        self.graph.insert_before(first.node, dynamic)
+        x = self._as(first.node, self._blocks(first.node, q, q_scale, scale, name), x.dtype)
+        for layer in group:
+            weight = self.weights.pop(layer.weight.name)
+            if weight.shape[-1] % BLOCK:
+                raise ExportError(
+                    f"{layer.name} has {weight.shape[-1]} input channels; NVFP4 takes multiples "
+                    f"of {BLOCK}"
+                )
+            read = partial(_read, weight)
+            stored = self._store(layer.weight.name, weight.shape, FP4, partial(_fp4_elements, read))
+            block_shape = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
+            block_scales = self._store(
+                f"{layer.name}.block_scale", block_shape, FP8, partial(_fp4_scales, read)
+            )
+            over = self._store(f"{layer.name}.weight_scale", (), FLOAT, partial(_fp4_overall, read))
+            wide = self._blocks(
+                layer.first_node, stored, block_scales, over, f"{layer.name}/weight"
+            )
+            self._connect(layer, x, wide)
+
+    def _blocks(
+        self, before: ir.Node, q: ir.Value, scales: ir.Value, over: ir.Value, name: str
+    ) -> ir.Value:
+        """E2M1 elements, E4M3 block scales and the scale over these → FP32."""
+        wide = self._node(before, "DequantizeLinear", [scales, over], f"{name}.wide_scale", FLOAT)
+        return self._node(
+            before, "DequantizeLinear", [q, wide], f"{name}.wide", FLOAT, axis=-1, block_size=BLOCK
+        )
+
+    def _connect(self, layer: Layer, x: ir.Value, weight: ir.Value) -> None:
+        """Puts the quantized input and weight into their places."""
+        weight = self._as(layer.first_node, weight, layer.weight.dtype)
+        layer.node.replace_input_with(0, x)
+        if layer.transpose is not None:
+            layer.transpose.replace_input_with(0, weight)
+        else:
+            layer.node.replace_input_with(1, weight)
+
+    def _as(self, before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        assert dtype is not None
+        return value if value.dtype == dtype else insert_cast(self.graph, before, value, dtype)
+
+    def _node(
+        self,
+        before: ir.Node,
+        op: str,
+        inputs: list[ir.Value],
+        name: str,
+        dtype: ir.DataType | None,
+        **attributes: int,
+    ) -> ir.Value:
+        assert dtype is not None
+        output = ir.Value(name=name, type=ir.TensorType(dtype))
+        given = [ir.AttrInt64(key, value) for key, value in attributes.items()]
+        self.graph.insert_before(
+            before, ir.Node("", op, inputs, given, outputs=[output], name=name)
+        )
+        return output
+
+    def _constant(self, name: str, array: np.ndarray, dtype: ir.DataType | None) -> ir.Value:
+        """A small initializer within the graph's file."""
+        assert dtype is not None
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(array.astype(dtype.numpy()), name=name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor
+            )
+            self.graph.register_initializer(value)
+        return self.graph.initializers[name]
+
+    def _store(
+        self,
+        name: str | None,
+        shape: tuple[int, ...],
+        dtype: ir.DataType,
+        pieces: Callable[[], Iterator[np.ndarray]],
+    ) -> ir.Value:
+        """An initializer in the data file, in place of one with its name."""
+        assert name is not None
+        self.weights[name] = Weight(name, shape, dtype, pieces)
+        value = self.weights[name].value()
+        self.graph.initializers[name] = value
+        return value
+
+    def _read(self, layer: Layer) -> np.ndarray:
+        return _read(self.weights[str(layer.weight.name)])
+
+    def _amax(self, layer: Layer) -> float:
+        return self.activations.amax(layer.name)
+
+    def _channels(self, layer: Layer) -> np.ndarray:
+        return self.activations.channels(layer.name)
+
+
+def smoothing(activations: np.ndarray, weights: np.ndarray, alpha: float) -> np.ndarray:
+    """SmoothQuant's factors (Xiao et al. 2023, eq. 4): channels are divided by them, the weight's
+    columns multiplied; here powers of two, which no type rounds. activations, weights: the largest
+    absolute values, FP32 [in]."""
+    factors = np.maximum(activations, 1e-5) ** alpha / np.maximum(weights, 1e-5) ** (1 - alpha)
+    return np.exp2(np.rint(np.log2(factors))).astype(np.float32)
+
+
+def _read(weight: Weight) -> np.ndarray:
+    return np.concatenate([piece.reshape(-1) for piece in weight.pieces()]).reshape(weight.shape)
+
+
+def _smoothed(weight: Weight, factors: np.ndarray) -> np.ndarray:
+    return _read(weight) * factors
+
+
+def _scales_of_rows(array: np.ndarray, kind: str) -> np.ndarray:
+    amax = np.abs(array.reshape(len(array), -1)).max(1)
+    return np.maximum(amax / np.float32(LARGEST[kind]), SMALLEST).astype(np.float32)
+
+
+def _row_scales(read: Callable[[], np.ndarray], kind: str) -> Iterator[np.ndarray]:
+    yield _scales_of_rows(read(), kind)
+
+
+def _rows(read: Callable[[], np.ndarray], kind: str) -> Iterator[np.ndarray]:
+    array = read()
+    scales = _scales_of_rows(array, kind).reshape(-1, *[1] * (array.ndim - 1))
+    if kind == "fp8":
+        yield (array / scales).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    else:
+        yield np.rint(array / scales).clip(-127, 127).astype(np.int8)
+
+
+def nvfp4(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """FP32 [..., in] → (E2M1 [..., in], E4M3 [..., in/16], FP32): elements, block scales, and the
+    scale over these. The value of an element is the product of the three."""
+    overall = np.float32(
+        max(float(np.abs(array).max()) / (LARGEST["fp4"] * LARGEST["fp8"]), SMALLEST)
+    )
+    blocks = array.reshape(*array.shape[:-1], -1, BLOCK)
+    scales = (np.abs(blocks).max(-1) / np.float32(LARGEST["fp4"]) / overall).clip(0, 448)
+    scales = scales.astype(ml_dtypes.float8_e4m3fn)
+    wide = scales.astype(np.float32)[..., None] * overall
+    with np.errstate(divide="ignore", invalid="ignore"):
+        elements = np.where(wide > 0, blocks / wide, 0).clip(-6, 6)
+    return elements.astype(ml_dtypes.float4_e2m1fn).reshape(array.shape), scales, overall
+
+
+def _fp4_elements(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
+    """Two to a byte, the first one in the lower half."""
+    codes = nvfp4(read())[0].reshape(-1).view(np.uint8)
+    yield codes[0::2] | codes[1::2] << 4
+
+
+def _fp4_scales(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
+    yield nvfp4(read())[1]
+
+
+def _fp4_overall(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
+    yield np.array(nvfp4(read())[2])

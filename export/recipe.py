@@ -1,0 +1,122 @@
+"""Recipes: which layers of the engines become which number format.
+
+A recipe is a file in `export/recipes/`. For each engine that it changes:
+
+    dit:
+      compute: bf16              # what is not quantized, and the engine's borders: fp32 or bf16
+      formats:
+        fp8: ["transformer_blocks.*.attn.*"]        # patterns of layers' names
+        keep: [img_in, txt_in, proj_out]            # layers that stay in `compute`
+      smooth: 0.8                # only for int8: SmoothQuant's alpha
+      edge_blocks: 2             # of 60: so many blocks at either end stay in `compute`
+
+A layer is a matrix multiplication or convolution with a weight; its name is the weight's in the
+checkpoint, without ".weight". Every layer must match exactly one pattern.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from export.graph import ExportError
+
+RECIPES = Path(__file__).parent / "recipes"
+FORMATS = ("fp8", "nvfp4", "int8", "keep")
+COMPUTE = ("fp32", "bf16")
+PUBLISHED_BLOCKS = 60  # of Qwen-Image's DiT; `edge_blocks` is scaled for checkpoints with others
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """What becomes of one engine. `where` names it in errors."""
+
+    where: str
+    compute: str = "fp32"
+    formats: dict[str, list[str]] = field(default_factory=dict)
+    smooth: float | None = None
+    edge_blocks: int = 0
+
+    def assign(self, layers: Iterable[str], blocks: int) -> dict[str, str]:
+        """The format of each layer that does not stay as it is.
+
+        blocks: how many there are in the engine. Raises ExportError, which names a layer that no
+        pattern or more than one matches, or a pattern that matches nothing.
+        """
+        if not self.formats:
+            return {}
+        patterns = [(pattern, name) for name, found in self.formats.items() for pattern in found]
+        used = set()
+        result = {}
+        edge = round(self.edge_blocks * blocks / PUBLISHED_BLOCKS)
+        kept = {*range(edge), *range(blocks - edge, blocks)}
+        for layer in layers:
+            matches = [(pattern, name) for pattern, name in patterns if fnmatchcase(layer, pattern)]
+            if len(matches) != 1:
+                found = " and ".join(f"{p!r} ({name})" for p, name in matches) or "no pattern"
+                raise ExportError(f"{self.where}: the layer {layer} matches {found}, not just one")
+            used.add(matches[0][0])
+            if matches[0][1] != "keep" and block_of(layer) not in kept:
+                result[layer] = matches[0][1]
+        for pattern, name in patterns:
+            if pattern not in used:
+                raise ExportError(
+                    f"{self.where}: the pattern {pattern!r} ({name}) matches no layer"
+                )
+        return result
+
+
+def block_of(layer: str) -> int | None:
+    """The number of the block that a layer belongs to."""
+    return next((int(part) for part in layer.split(".") if part.isdecimal()), None)
+
+
+def load_recipe(name: str) -> dict[str, EngineRecipe]:
+    """`export/recipes/<name>.yaml`, by engine. Raises ExportError in one sentence."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if name not in names:
+        raise ExportError(f"there is no recipe {name!r}; the recipes are {', '.join(names)}")
+    path = RECIPES / f"{name}.yaml"
+    return parse_recipe(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
+    if not isinstance(data, dict):
+        raise ExportError(f"the recipe {name!r} must hold engines")
+    return {engine: _engine(f"recipe {name!r}, {engine}", entry) for engine, entry in data.items()}
+
+
+def _engine(where: str, entry: Any) -> EngineRecipe:
+    if not isinstance(entry, dict):
+        raise ExportError(f"{where} must hold names and values")
+    _check(where, entry, ("compute", "formats", "smooth", "edge_blocks"))
+    compute = entry.get("compute", "fp32")
+    if compute not in COMPUTE:
+        raise ExportError(
+            f"{where}: compute is {compute!r}; it must be one of {', '.join(COMPUTE)}"
+        )
+    formats = entry.get("formats") or {}
+    if not isinstance(formats, dict) or not all(isinstance(p, list) for p in formats.values()):
+        raise ExportError(f"{where}: formats must hold lists of patterns")
+    _check(f"{where}: formats", formats, FORMATS)
+    smooth = entry.get("smooth")
+    if smooth is not None and not (isinstance(smooth, float) and 0 < smooth < 1):
+        raise ExportError(f"{where}: smooth is {smooth!r}; it must be between 0 and 1")
+    edge = entry.get("edge_blocks", 0)
+    if not isinstance(edge, int) or edge < 0:
+        raise ExportError(f"{where}: edge_blocks is {edge!r}; it must be a whole number from 0")
+    return EngineRecipe(where, compute, formats, smooth, edge)
+
+
+def _check(where: str, values: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ExportError(f"{where}: {key!r} is unknown: {hint}")
