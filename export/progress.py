@@ -27,7 +27,7 @@ class ProgressBar:
             self.close()
             self._what = what
             if sys.stderr.isatty():
-                self._bar = tqdm(total=total, desc=what)
+                self._bar = tqdm(total=total, desc=what, initial=done)
             else:
                 print(what, file=sys.stderr, flush=True)
         if self._bar is not None:

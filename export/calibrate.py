@@ -1,0 +1,525 @@
+"""Calibration: the range of every activation that a recipe may quantize, over real denoising loops.
+
+    python -m export.calibrate --checkpoint DIR --out FILE
+
+The result is a safetensors file with two FP32 tensors an activation:
+
+    <name>/amax      []         its largest absolute value
+    <name>/channels  [channels] the same of each channel
+
+<name> is a weight of an engine without `.weight`, and means the input of that layer
+(`dit/transformer_blocks.3.img_mlp.net.2`, channels: in); or query, key or value of a DiT block as
+attention takes them, normed and rotated (`dit/transformer_blocks.3.attn.query`, channels: heads ×
+head size). The metadata hold one key, `calibration`: JSON with what the ranges depend on, and how
+many of the prompts are done. The file is replaced after every prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import QwenImagePipeline
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from export.checkpoint import Checkpoint, CheckpointError
+from export.engines import engines
+from export.graph import ExportError
+from export.progress import Progress, ProgressBar, ignore_progress
+from export.quiet import quiet
+from export.stored import first_line
+from export.write import plan_weights
+
+FORMAT = 1
+METADATA = "calibration"
+PROMPTS = Path(__file__).with_name("calibration_prompts.txt")
+STEPS = 20
+TRUE_CFG_SCALE = 4.0
+NEGATIVE_PROMPT = " "
+
+
+# ---------------------------------------------------------------------- the file
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration file: `settings` is its metadata, `tensors` are as in the file."""
+
+    path: Path
+    settings: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(n.removesuffix("/amax") for n in self.tensors if n.endswith("/amax"))
+
+    def amax(self, name: str) -> float:
+        """The largest absolute value. Raises ExportError if `name` was not recorded."""
+        return float(self._tensor(name, "amax"))
+
+    def channels(self, name: str) -> np.ndarray:
+        """The largest absolute value of each channel, FP32. Raises ExportError if `name` was not
+        recorded."""
+        return self._tensor(name, "channels")
+
+    def _tensor(self, name: str, kind: str) -> np.ndarray:
+        try:
+            return self.tensors[f"{name}/{kind}"]
+        except KeyError:
+            raise ExportError(f"{self.path} has no range of {name}") from None
+
+
+def load_calibration(path: Path, fingerprint: str) -> Calibration:
+    """A finished calibration of the checkpoint with this fingerprint. Raises ExportError."""
+    calibration = read_calibration(path)
+    settings = calibration.settings
+    if settings["checkpoint"] != fingerprint:
+        raise ExportError(
+            f"{path} was made from another checkpoint: from {settings['checkpoint'][:12]}…, but "
+            f"this one is {fingerprint[:12]}…"
+        )
+    if settings["done"] < settings["total"]:
+        raise ExportError(
+            f"{path} is unfinished, with {settings['done']} of {settings['total']} prompts: the "
+            "command that began it goes on"
+        )
+    return calibration
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Reads a calibration file, finished or not. Raises ExportError."""
+    foreign = f"{path} is no calibration file"
+    try:
+        with safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get(METADATA)
+            if text is None:
+                raise ExportError(f"{foreign}: its metadata have no {METADATA}")
+            settings = json.loads(text)
+            if not isinstance(settings, dict) or settings.get("format") != FORMAT:
+                found = settings.get("format") if isinstance(settings, dict) else settings
+                raise ExportError(f"{path} has the format {found!r}, but only {FORMAT} is read")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ExportError(
+            f"{path} is missing: python -m export.calibrate makes a calibration file"
+        ) from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ExportError(f"{foreign}, or a damaged one: {first_line(error)}") from None
+    return Calibration(path, settings, tensors)
+
+
+def save_calibration(
+    path: Path, settings: dict[str, Any], channels: dict[str, np.ndarray]
+) -> Calibration:
+    """Writes or replaces the file in one step; `channels`: name → FP32 array. Raises OSError."""
+    tensors = {}
+    for name, largest in channels.items():
+        tensors[f"{name}/amax"] = np.array(largest.max())
+        tensors[f"{name}/channels"] = largest
+    # One key: safetensors writes several in a random order, and the same run shall give the same
+    # bytes.
+    data = save(tensors, {METADATA: json.dumps(settings, sort_keys=True)})
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return Calibration(path, settings, tensors)
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    seed: int
+    height: int | None = None
+    width: int | None = None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts from a text file, one a line, or a `.jsonl` file, an object a line with `prompt` and
+    maybe `height`, `width` and `seed` (its other fields do not count). Empty lines are skipped.
+
+    Raises ExportError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ExportError(f"{path} is no text in UTF-8") from None
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            prompts.append(parse_prompt(f"{path}, line {number}", line, len(prompts)))
+        else:
+            prompts.append(Prompt(line.strip(), len(prompts)))
+    if not prompts:
+        raise ExportError(f"{path} holds no prompts")
+    return prompts
+
+
+def parse_prompt(where: str, line: str, seed: int) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        raise ExportError(f"{where} is no JSON") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise ExportError(f"{where} must be an object whose prompt is a text")
+    numbers = {name: fields[name] for name in ("seed", "height", "width") if name in fields}
+    for name, value in numbers.items():
+        lowest = 0 if name == "seed" else 1
+        if type(value) is not int or not lowest <= value < 2**63:
+            raise ExportError(
+                f"{where}: {name} is {value!r}, but it must be a whole number from {lowest}"
+            )
+    return Prompt(fields["prompt"], **{"seed": seed} | numbers)
+
+
+def check_prompts(
+    prompts: list[Prompt],
+    checkpoint: Checkpoint,
+    height: int | None = None,
+    width: int | None = None,
+) -> list[Prompt]:
+    """The prompts with a size each: their own, else `height` and `width`, else the checkpoint's.
+
+    Raises ExportError for a size or a length that the pipeline would change silently.
+    """
+    description = checkpoint.describe()
+    multiple, limit = description["size_multiple"], description["max_prompt_tokens"]
+    height = height or description["default_height"]
+    width = width or description["default_width"]
+    result = []
+    for number, prompt in enumerate(prompts, 1):
+        prompt = replace(prompt, height=prompt.height or height, width=prompt.width or width)
+        for name, value in (("height", prompt.height), ("width", prompt.width)):
+            if value % multiple:
+                raise ExportError(
+                    f"{name} {value} of prompt {number} must be a multiple of {multiple}"
+                )
+        text = description["prompt_template"].format(prompt.text)
+        tokens = len(checkpoint.tokenizer(text).input_ids) - checkpoint.dropped_tokens
+        if tokens > limit:
+            raise ExportError(f"prompt {number} has {tokens} tokens, but at most {limit} are read")
+        result.append(prompt)
+    return result
+
+
+# ---------------------------------------------------------------------- recording
+
+
+class Recorder:
+    """The largest absolute values that `record` saw of each name's channels, kept where they were
+    computed: nothing waits for the device until `take`."""
+
+    def __init__(self) -> None:
+        self.channels: dict[str, Tensor] = {}
+
+    def record(self, name: str, value: Tensor, axis: int | tuple[int, ...]) -> None:
+        """`axis`: where `value` has its channels."""
+        kept = [axis] if isinstance(axis, int) else axis
+        others = set(range(value.ndim)) - {i % value.ndim for i in kept}
+        # The infinity norm: max(abs) without a copy, and NaN where there is one.
+        largest = torch.linalg.vector_norm(value, torch.inf, tuple(others)).flatten()
+        known = self.channels.get(name)
+        self.channels[name] = largest if known is None else torch.maximum(known, largest)
+
+    def take(self) -> dict[str, np.ndarray]:
+        """name → FP32 [channels]; begins anew."""
+        result = {name: value.float().cpu().numpy() for name, value in self.channels.items()}
+        self.channels.clear()
+        return result
+
+
+class RecordedAttention(QwenDoubleStreamAttnProcessor2_0):
+    """The stock processor of one block; records what it hands to scaled_dot_product_attention."""
+
+    _attention_backend = "native"  # whatever the environment prefers: the one that is watched
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        super().__init__()
+        self.watch = AttentionWatch(name, recorder)
+
+    def __call__(  # diffusers reads the names of the arguments
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        with self.watch:
+            return super().__call__(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
+            )
+
+
+class AttentionWatch(TorchFunctionMode):
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        super().__init__()
+        self.name, self.recorder = name, recorder
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.scaled_dot_product_attention:
+            for part in ("query", "key", "value"):  # [B, heads, tokens, head size]
+                self.recorder.record(f"{self.name}.{part}", kwargs[part], (1, 3))
+        return function(*args, **kwargs)
+
+
+def layers(checkpoint: Checkpoint, pipeline: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every matrix product and convolution of the engines that are quantized.
+
+    `modulation` is none of them: it depends on the timestep alone, and runs once a schedule.
+    """
+    roots = {
+        "text_encoder": pipeline.text_encoder.model.language_model,
+        "dit": pipeline.transformer,
+        "vae_decoder": pipeline.vae,
+    }
+    for engine in engines(checkpoint):
+        if engine.name in roots:
+            for weight in plan_weights(engine, checkpoint):
+                owner, _, parameter = weight.rpartition(".")
+                module = roots[engine.name].get_submodule(owner)
+                if parameter == "weight" and isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+                    yield f"{engine.name}/{owner}", module
+
+
+def attach(recorder: Recorder, checkpoint: Checkpoint, pipeline: Any) -> None:
+    """Lets `recorder` see the pipeline's activations."""
+
+    def record(name: str, axis: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        recorder.record(name, inputs[0], axis)
+
+    for name, module in layers(checkpoint, pipeline):
+        axis = -1 if isinstance(module, nn.Linear) else 1
+        module.register_forward_pre_hook(partial(record, name, axis))
+    for i, block in enumerate(pipeline.transformer.transformer_blocks):
+        block.attn.set_processor(RecordedAttention(f"dit/transformer_blocks.{i}.attn", recorder))
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    out: Path,
+    prompts: Sequence[Prompt],
+    steps: int = STEPS,
+    device: str = "cpu",
+    offload: bool = False,
+    progress: Progress = ignore_progress,
+) -> Calibration:
+    """Runs the prompts (see `check_prompts`) and writes `out`, or goes on with it.
+
+    FP32 on a CPU, BF16 on CUDA; `offload` keeps only the model that runs on the GPU. Raises
+    ExportError, also if `out` was begun with something else; CheckpointError, OSError.
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    settings = {
+        "format": FORMAT,
+        "checkpoint": checkpoint.describe()["fingerprint"],
+        "prompts": hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest(),
+        "steps": steps,
+        "true_cfg_scale": TRUE_CFG_SCALE,
+        "negative_prompt": NEGATIVE_PROMPT,
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
+        "done": 0,
+        "total": len(prompts),
+    }
+    calibration = resume(out, settings)
+    done = calibration.settings["done"]
+    if done == len(prompts):
+        return calibration
+
+    progress("load", 0, 1)
+    pipeline = load_pipeline(checkpoint, dtype, device, offload)
+    progress("load", 1, 1)
+    recorder = Recorder()
+    attach(recorder, checkpoint, pipeline)
+    channels = {name: calibration.channels(name) for name in calibration.names}
+    total = len(prompts) * steps
+    progress("calibrate", done * steps, total)
+
+    def step_done(prompts_done: int, pipeline: Any, step: int, timestep: Any, values: Any) -> Any:
+        progress("calibrate", prompts_done * steps + step + 1, total)
+        return values
+
+    for i, prompt in enumerate(prompts[done:], done):
+        pipeline(
+            prompt.text,
+            negative_prompt=NEGATIVE_PROMPT,
+            true_cfg_scale=TRUE_CFG_SCALE,
+            height=prompt.height,
+            width=prompt.width,
+            num_inference_steps=steps,
+            generator=torch.Generator("cpu").manual_seed(prompt.seed),
+            output_type="pt",
+            max_sequence_length=1024,
+            callback_on_step_end=partial(step_done, i),
+        )
+        for name, largest in recorder.take().items():
+            if not np.isfinite(largest).all():
+                raise ExportError(f"prompt {i + 1}: {name} is not finite in {settings['dtype']}")
+            channels[name] = np.maximum(channels.get(name, 0), largest)
+        calibration = save_calibration(out, settings | {"done": i + 1}, channels)
+    return calibration
+
+
+def resume(out: Path, settings: dict[str, Any]) -> Calibration:
+    """What `out` holds, or an empty calibration. Raises ExportError, OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):  # now, not after the first prompt
+        raise ExportError(f"{out.parent} is not writable")
+    if not out.exists():
+        return Calibration(out, settings, {})
+    found = read_calibration(out)
+    for name, value in settings.items():
+        before = found.settings.get(name)
+        if name != "done" and before != value:
+            if name == "checkpoint":
+                what = f"another checkpoint ({str(before)[:12]}…, now {value[:12]}…)"
+            elif name == "prompts":
+                what = "other prompts, sizes or seeds"
+            else:
+                what = f"{name} = {before!r}, which is now {value!r}"
+            raise ExportError(f"{out} was begun with {what}: remove it to start anew")
+    return found
+
+
+def load_pipeline(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, offload: bool
+) -> QwenImagePipeline:
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    with quiet():
+        pipeline = QwenImagePipeline.from_pretrained(checkpoint.path, dtype=dtype)
+        if offload:
+            pipeline.enable_model_cpu_offload()
+        else:
+            pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+# ---------------------------------------------------------------------- command line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m export.calibrate",
+        description="Checkpoint → the ranges of its activations. An interrupted run goes on when "
+        "the same command is given again.",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="diffusers checkpoint folder"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the file to write or to go on with"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=PROMPTS,
+        help="a text file, one prompt a line, or a .jsonl file with prompt and maybe height, width "
+        "and seed a line; by default 64 prompts in English and Chinese",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    for name in ("--height", "--width"):
+        parser.add_argument(
+            name, type=int, help="for prompts without their own; by default the checkpoint's"
+        )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu computes in FP32, cuda in BF16; by default cuda if there is one",
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="keep on the GPU only the model that runs"
+    )
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
+    bar = ProgressBar()
+    try:
+        calibration = run(options, bar)
+    except (CheckpointError, ExportError) as error:
+        bar.close()
+        print(f"calibration failed: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError:
+        bar.close()
+        hint = "--height and --width" if options.offload else "--offload"
+        print(f"calibration failed: the GPU has too little memory: try {hint}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        bar.close()
+        where = error.filename or options.out
+        print(f"calibration failed: {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        bar.close()
+        print("calibration interrupted: the same command goes on with it", file=sys.stderr)
+        return 130
+    bar.close()
+    total = calibration.settings["total"]
+    print(f"{options.out}: {len(calibration.names)} activations over {total} prompts")
+    return 0
+
+
+def run(options: argparse.Namespace, progress: Progress) -> Calibration:
+    for name in ("steps", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ExportError(f"--{name} is {value}, but it must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ExportError("--device cuda needs an NVIDIA GPU, but torch finds none")
+    if options.offload and options.device != "cuda":
+        raise ExportError("--offload needs --device cuda")
+    prompts = read_prompts(options.prompts)
+    checkpoint = Checkpoint(options.checkpoint)
+    progress("fingerprint", 0, 1)
+    prompts = check_prompts(prompts, checkpoint, options.height, options.width)
+    progress("fingerprint", 1, 1)
+    return calibrate(
+        checkpoint, options.out, prompts, options.steps, options.device, options.offload, progress
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
