@@ -14,7 +14,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 MODELS := tokenize denoise encode_image
 
-.PHONY: help setup demo test lint format export serve quality bench clean
+.PHONY: help setup demo test lint format export calibrate serve quality bench clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,8 +30,9 @@ setup: .venv/.installed  ## make .venv with everything in it
 	touch $@
 
 demo: OUT ?= demo.png
+demo: export DEMO_PROMPT = $(value PROMPT)
 demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= SEED= OUT=]
-	$(BIN)/python -m serving.demo --prompt "$(PROMPT)" --output "$(OUT)" $(if $(SEED),--seed "$(SEED)")
+	$(BIN)/python -m serving.demo --prompt "$$DEMO_PROMPT" --output "$(OUT)" $(if $(SEED),--seed "$(SEED)")
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest
@@ -50,10 +51,17 @@ format: setup  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=full]
+export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=full] [CALIBRATION=<file>]
 	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make export CHECKPOINT=<dir>" >&2; exit 1; }
 	@$(BIN)/python -m build --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
-	    --repository "$(REPOSITORY)" --verify "$(VERIFY)"
+	    --repository "$(REPOSITORY)" --verify "$(VERIFY)" \
+	    $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+
+calibrate: setup  ## CHECKPOINT=<dir> CALIBRATION=<file> [PROMPTS=<file>]: ranges for quantized engines
+	@test -n "$(CHECKPOINT)" -a -n "$(CALIBRATION)" || \
+	    { echo "name both: make calibrate CHECKPOINT=<dir> CALIBRATION=<file>" >&2; exit 1; }
+	@$(BIN)/python -m export.calibrate --checkpoint "$(CHECKPOINT)" --out "$(CALIBRATION)" \
+	    $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRICS_PORT= HOST=]
 	@exec $(BIN)/python -m serving --repository "$(REPOSITORY)" --profile "$(PROFILE)" --host "$(HOST)" \

@@ -7,6 +7,7 @@ Through a server of the profile `cpu`, with the prompts of quality/gates/tiny.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from bench.common import ROOT, write_result
 from build.assemble import assemble
 from build.profile import load_profile
-from export.progress import ProgressBar
+from build.progress import ProgressBar
 from quality.gate import Gate, load_gate
 from quality.run import describe_comparison, load_run, measure
 from quality.served import Served
@@ -60,6 +61,7 @@ def of_the_empty_prompt(gate: Gate, served: Served) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__).parse_args()
     tiny, repository = ROOT / "checkpoints" / "tiny", ROOT / "artifacts" / "demo"
     assemble(tiny, load_profile("cpu"), repository)
     gate = load_gate(ROOT / "quality" / "gates" / "tiny")

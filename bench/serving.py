@@ -7,6 +7,7 @@ Ratios compare times of one run on one machine; the times themselves say nothing
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 from typing import Any
@@ -125,6 +126,7 @@ def _time_of(session: onnxruntime.InferenceSession, rows: int, tokens: int) -> f
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__).parse_args()
     repository = small_repository()
     values = rows(repository)
     with TritonServer(repository) as server:

@@ -21,6 +21,9 @@ def main() -> int:
         default="auto",
         help="full: check engines over 2 GB as a whole, too",
     )
+    parser.add_argument(
+        "--calibration", type=Path, help="a file of export.calibrate, for profiles that quantize"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
     try:
@@ -33,12 +36,19 @@ def main() -> int:
     try:
         # These import torch and diffusers, which takes seconds.
         from build.assemble import assemble
+        from build.progress import ProgressBar
         from export import CheckpointError, ExportError
-        from export.progress import ProgressBar
 
         bar = ProgressBar()
         try:
-            done = assemble(arguments.checkpoint, profile, repository, arguments.verify, bar)
+            done = assemble(
+                arguments.checkpoint,
+                profile,
+                repository,
+                arguments.verify,
+                bar,
+                calibration=arguments.calibration,
+            )
         except (BuildError, CheckpointError, ExportError) as error:
             bar.close()
             print(f"export failed: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from build import manifest
 from build.profile import PROFILES, BuildError, Profile
 from build.swap import replaced_when_done
 from export import Checkpoint, Progress, export_checkpoint, ignore_progress
+from export.recipe import EngineRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 _SOURCES = ("model_repository", "backend", "export")
@@ -26,13 +28,14 @@ def assemble(
     verify: str = "auto",
     progress: Progress = ignore_progress,
     workers: int = 1,
+    calibration: Path | None = None,
 ) -> bool:
     """Exports a checkpoint and assembles the repository around its engines.
 
     Args:
         checkpoint_path: a checkpoint in diffusers layout.
         repository: is replaced in one step at the end, or left untouched.
-        verify, progress, workers: see `export.export_checkpoint`.
+        verify, progress, workers, calibration: see `export.export_checkpoint`.
 
     Returns:
         Whether anything was done: False if the repository is up to date and intact.
@@ -44,8 +47,15 @@ def assemble(
     description = checkpoint.describe()
     versions = {"python": platform.python_version()}
     versions |= {package: version(package) for package in _PACKAGES}
+    recipes = recipes_of(profile)
+    ranges = manifest.digest(calibration) if calibration and calibration.is_file() else None
     inputs = manifest.digest_of_inputs(
-        {"checkpoint": description, "versions": versions, "profile": profile.name},
+        {
+            "checkpoint": description,
+            "versions": versions,
+            "profile": profile.name,
+            "calibration": ranges,
+        },
         [*(ROOT / name for name in _SOURCES), PROFILES / f"{profile.name}.yaml"],
         ROOT,
     )
@@ -67,7 +77,9 @@ def assemble(
         _copy(ROOT / "model_repository", models)
         _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
         exported = staging / "exported"
-        engines = export_checkpoint(checkpoint, exported, verify, progress, workers)
+        engines = export_checkpoint(
+            checkpoint, exported, verify, progress, workers, recipes, calibration
+        )
         for engine in engines:
             for path in (exported / engine).iterdir():
                 path.rename(models / engine / "1" / path.name)
@@ -90,6 +102,16 @@ def assemble(
             },
         )
     return True
+
+
+def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
+    """The recipe of each engine that has one. Raises ExportError."""
+    recipes = {}
+    for name, engine in profile.engines.items():
+        if engine.precision != "fp32":
+            recipe = load_recipe(engine.precision)[name]
+            recipes[name] = replace(recipe, compute=profile.compute or recipe.compute)
+    return recipes
 
 
 def _describe_engines(engines: dict[str, dict[str, Any]], profile: Profile) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """How one engine is built. `runtime` names a file in `backend/engine/runtimes/`."""
+    """How one engine is built. `runtime` names a file in `backend/engine/runtimes/`, `precision` is
+    fp32 or a recipe in `export/recipes/`."""
 
     runtime: str
     artifact: str
@@ -29,11 +30,15 @@ class EngineProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of hardware to build for."""
+    """A kind of hardware to build for.
+
+    compute: overrides what the recipes compute in (`fp32` for a CPU, which has no BF16).
+    """
 
     name: str
     description: str
     engines: dict[str, EngineProfile]
+    compute: str | None = None
 
 
 def load_profile(name: str) -> Profile:
@@ -50,4 +55,5 @@ def load_profile(name: str) -> Profile:
         name=name,
         description=data["description"],
         engines={engine: EngineProfile(**fields) for engine, fields in data["engines"].items()},
+        compute=data.get("compute"),
     )

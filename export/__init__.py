@@ -1,18 +1,22 @@
-"""Exports a Qwen-Image checkpoint in diffusers layout to ONNX engines, FP32."""
+"""Exports a Qwen-Image checkpoint in diffusers layout to ONNX engines, in FP32 or by a recipe."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from export.calibration import Calibration, load_calibration
 from export.checkpoint import Checkpoint, CheckpointError
+from export.convert import convert_engine
 from export.engines import Engine, engines
 from export.graph import ExportError
 from export.progress import Progress, ignore_progress
+from export.recipe import EngineRecipe
 from export.verify import verify_engine
 from export.write import DATA, MODEL, write_engine
 
@@ -32,11 +36,15 @@ def export_checkpoint(
     verify: str = "auto",
     progress: Progress = ignore_progress,
     workers: int = 1,
+    recipe: Mapping[str, EngineRecipe] | None = None,
+    calibration: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
-    An engine's folder appears only after its check. Returns for each engine its manifest entry.
+    Engines that `recipe` names are converted after their check, with the ranges in `calibration` (a
+    file of `export.calibrate`). An engine's folder appears only when it is done. Returns for
+    each engine its manifest entry.
     With more than one of `workers`, so many engines at a time are exported by forked processes;
     the caller must have started no threads. Raises CheckpointError, ExportError, OSError;
     ValueError for another `verify`.
@@ -47,14 +55,33 @@ def export_checkpoint(
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.save_tokenizer(output / "tokenizer.json")
     names = [engine.name for engine in engines(checkpoint)]
+    recipes = recipe or {}
+    ranges = None
+    if calibration is not None:
+        ranges = load_calibration(calibration, checkpoint.describe()["fingerprint"])
     if workers == 1:
-        result = {name: export_engine(checkpoint, name, output, verify, progress) for name in names}
+        result = {
+            name: export_engine(
+                checkpoint, name, output, verify, progress, recipes.get(name), ranges
+            )
+            for name in names
+        }
     else:
         result = {}
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
         with ProcessPoolExecutor(workers, fork) as pool:
             tasks = {
-                name: pool.submit(export_engine, checkpoint, name, output, verify) for name in names
+                name: pool.submit(
+                    export_engine,
+                    checkpoint,
+                    name,
+                    output,
+                    verify,
+                    ignore_progress,
+                    recipes.get(name),
+                    ranges,
+                )
+                for name in names
             }
             for i, (name, task) in enumerate(tasks.items()):
                 progress("engines", i, len(names))
@@ -71,20 +98,27 @@ def export_engine(
     output: Path,
     verify: str,
     progress: Progress = ignore_progress,
+    recipe: EngineRecipe | None = None,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """Writes and checks OUTPUT/<name>; returns its manifest entry."""
+    """Writes, checks and converts OUTPUT/<name>; returns its manifest entry."""
     (engine,) = (engine for engine in engines(checkpoint) if engine.name == name)
     folder = output / f"{name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        write_engine(engine, checkpoint, folder, progress)
+        model, weights = write_engine(engine, checkpoint, folder, progress)
         verified = verify_engine(engine, checkpoint, folder, verify, progress)
+        if recipe is not None:
+            made = convert_engine(engine, model, weights, recipe, calibration, folder, progress)
         shutil.rmtree(output / name, ignore_errors=True)
         folder.rename(output / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return entry(engine, verified)
+    result = entry(engine, verified)
+    if recipe is not None:
+        result |= made
+    return result
 
 
 def entry(engine: Engine, verified: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from build.progress import ProgressBar
 from export import Checkpoint, CheckpointError, ExportError, export_checkpoint
-from export.progress import ProgressBar
 
 
 def main(arguments: list[str] | None = None) -> int:

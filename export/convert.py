@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from export.calibrate import Calibration
+from export.calibration import Calibration
 from export.cast import to_bf16
 from export.engines import Engine
 from export.graph import ExportError
 from export.progress import Progress
 from export.quantize import Activations, layers, quantize
 from export.recipe import EngineRecipe
+from export.simulate import simulate
 from export.write import Weight, save
 
 
@@ -28,7 +30,9 @@ def convert_engine(
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Overwrites the engine's files in `folder`; returns how many layers have which format.
+    """Overwrites the engine's files in `folder`; returns what the manifest says of it.
+
+    In FP32 NVFP4 layers are simulated, since no runtime but TensorRT has them.
 
     model, weights: what `write_engine` returned; `model` is changed. Raises ExportError.
     """
@@ -36,8 +40,8 @@ def convert_engine(
     formats = recipe.assign(found, engine.blocks)
     if formats and calibration is None:
         raise ExportError(
-            f"{recipe.where} quantizes activations, which takes their ranges: make a calibration "
-            "with `python -m export.calibrate` and name it"
+            f"{recipe.where} needs the ranges of activations: make them with "
+            "`python -m export.calibrate` and name the file as CALIBRATION"
         )
     converted = to_bf16(model, weights) if recipe.compute == "bf16" else dict(weights)
     if formats:
@@ -48,6 +52,12 @@ def convert_engine(
             lambda name: calibration.channels(f"{engine.name}/{name}"),
         )
         converted = quantize(model, converted, formats, activations, recipe.smooth)
-    save(engine.name, model, converted, folder, progress)
+    if recipe.compute == "fp32" and "nvfp4" in formats.values():
+        # Nothing but TensorRT computes its form.
+        with tempfile.TemporaryDirectory(dir=folder) as form:
+            save(engine.name, model, converted, Path(form), progress)
+            simulate(Path(form), folder)
+    else:
+        save(engine.name, model, converted, folder, progress)
     counts = Counter(formats.get(name, recipe.compute) for name in found)
-    return {"compute": recipe.compute, "layers": dict(counts)}
+    return {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}

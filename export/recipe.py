@@ -35,8 +35,9 @@ PUBLISHED_BLOCKS = 60  # of Qwen-Image's DiT; `edge_blocks` is scaled for checkp
 
 @dataclass(frozen=True)
 class EngineRecipe:
-    """What becomes of one engine. `where` names it in errors."""
+    """What becomes of one engine; `name` is the recipe's, `where` names both in errors."""
 
+    name: str
     where: str
     compute: str = "fp32"
     formats: dict[str, list[str]] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def block_of(layer: str) -> int | None:
 
 
 def load_recipe(name: str) -> dict[str, EngineRecipe]:
-    """`export/recipes/<name>.yaml`, by engine. Raises ExportError in one sentence."""
+    """`export/recipes/<name>.yaml`, by engine. Raises ExportError."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
         raise ExportError(f"there is no recipe {name!r}; the recipes are {', '.join(names)}")
@@ -89,10 +90,12 @@ def load_recipe(name: str) -> dict[str, EngineRecipe]:
 def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
     if not isinstance(data, dict):
         raise ExportError(f"the recipe {name!r} must hold engines")
-    return {engine: _engine(f"recipe {name!r}, {engine}", entry) for engine, entry in data.items()}
+    return {
+        engine: _engine(name, f"recipe {name!r}, {engine}", entry) for engine, entry in data.items()
+    }
 
 
-def _engine(where: str, entry: Any) -> EngineRecipe:
+def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
     if not isinstance(entry, dict):
         raise ExportError(f"{where} must hold names and values")
     _check(where, entry, ("compute", "formats", "smooth", "edge_blocks"))
@@ -111,7 +114,7 @@ def _engine(where: str, entry: Any) -> EngineRecipe:
     edge = entry.get("edge_blocks", 0)
     if not isinstance(edge, int) or edge < 0:
         raise ExportError(f"{where}: edge_blocks is {edge!r}; it must be a whole number from 0")
-    return EngineRecipe(where, compute, formats, smooth, edge)
+    return EngineRecipe(name, where, compute, formats, smooth, edge)
 
 
 def _check(where: str, values: dict[str, Any], known: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ def _replace_dynamic(graph: ir.Graph, node: ir.Node) -> None:
     last = node.outputs[0].uses()[0].node
     fp8 = node.outputs[1].dtype
     new = _Expression(graph, node)
-    blocks = new("Reshape", x, new.ints(0, 0, -1, BLOCK))
+    blocks = new("Reshape", x, new.ints(-1, BLOCK))
     amax = new("ReduceMax", new("Abs", blocks), new.ints(-1))
     scale = new("Div", new("Div", amax, new.float(LARGEST["fp4"])), overall)
     scale = new("Min", scale, new.float(LARGEST["fp8"]))

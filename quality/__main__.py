@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from build.progress import ProgressBar, say_once
 from quality.gate import Gate, QualityError, load_gate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=Path,
         help="an exported repository to serve; by default that of checkpoints/tiny",
     )
-    run.add_argument("--profile", default="cpu", help="of --repository")
+    run.add_argument("--profile", default="cpu", help="of --repository (default cpu)")
     run.add_argument("--steps", type=int, help="other than the gate's num_inference_steps")
     run.add_argument("--guidance", type=float, help="other than the gate's true_cfg_scale")
     run.add_argument(
@@ -53,12 +54,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     reference.add_argument("--checkpoint", type=Path, default=TINY, help="diffusers layout")
     for command in (run, reference):
         command.add_argument("--out", type=Path, required=True, help="the folder to write")
-        command.add_argument("--gate", type=Path, default=TINY_GATE, help="a gate's folder")
+        command.add_argument(
+            "--gate",
+            type=Path,
+            default=TINY_GATE,
+            help="a gate's folder; by default that of the small checkpoint",
+        )
     compare = commands.add_parser("compare", help="compare two runs of the same prompts")
-    compare.add_argument("first", type=Path)
-    compare.add_argument("second", type=Path)
-    compare.add_argument("--significance", type=float, default=0.01)
+    compare.add_argument("first", type=Path, help="a run's folder: what is taken as good")
+    compare.add_argument("second", type=Path, help="a run's folder: what may be worse")
+    compare.add_argument(
+        "--significance",
+        type=share,
+        default=0.01,
+        help="worse: chance explains the difference with less probability (default 0.01)",
+    )
     return parser.parse_args(arguments)
+
+
+def share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return number
 
 
 def main(arguments: list[str]) -> int:
@@ -92,7 +113,6 @@ def compare_runs(options: argparse.Namespace) -> int:
 
 
 def run_gate(options: argparse.Namespace) -> int:
-    from export.progress import ProgressBar
     from quality.run import load_run, measure
 
     gate = load_gate(options.gate)
@@ -109,7 +129,7 @@ def run_gate(options: argparse.Namespace) -> int:
         finally:
             bar.close()
     report(gate, result, options.out)
-    return 0 if result.get("passed", True) else MISSED
+    return MISSED if result.get("passed") is False else 0
 
 
 @contextlib.contextmanager
@@ -129,7 +149,6 @@ def source(options: argparse.Namespace) -> Iterator[Any]:
             yield served
         return
     if options.repository is None:
-        print("exporting tiny to engines (kept for the next time) …", flush=True)
         export_tiny()
     try:
         server = TritonServer(options.repository or TINY_REPOSITORY, options.profile)
@@ -149,7 +168,9 @@ def export_tiny() -> None:
     from export import CheckpointError, ExportError
 
     try:
-        assemble(TINY, load_profile("cpu"), TINY_REPOSITORY, workers=os.cpu_count() or 1)
+        assemble(
+            TINY, load_profile("cpu"), TINY_REPOSITORY, "auto", say_once(), os.cpu_count() or 1
+        )
     except (BuildError, CheckpointError, ExportError) as error:
         raise QualityError(str(error)) from None
 
@@ -162,8 +183,7 @@ def report(gate: Gate, result: dict[str, Any], out: Path) -> None:
         )
         for name in ("groups", "parts"):
             for key, value in result[name].items():
-                interval = f"({value['low']:.3f} … {value['high']:.3f})"
-                print(f"  {key:12} {value['score']:.3f} {interval} of {value['count']}")
+                print(f"  {key:12} {value['score']:.3f} {interval(value)} of {value['count']}")
     if "distances" in result:
         distance = result["distances"]
         print(
@@ -177,13 +197,19 @@ def report(gate: Gate, result: dict[str, Any], out: Path) -> None:
         from quality.run import describe_comparison
 
         print(f"against the reference: {describe_comparison(result['comparison'])}")
-    if "passed" in result:
+    if "passed" not in result:
+        print("fields other than the gate's: its thresholds were not applied")
+    elif result["passed"] is None:
+        print("nothing was judged: the gate has neither thresholds nor a judge and a reference")
+    else:
         print("passed" if result["passed"] else "NOT passed")
         for sentence in result["missed"]:
             print(f"  {sentence}")
-    else:
-        print("fields other than the gate's: its thresholds were not applied")
     print(out)
+
+
+def interval(value: dict[str, Any]) -> str:
+    return "" if value["low"] is None else f"({value['low']:.3f} … {value['high']:.3f})"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,11 @@ from quality.captions import read
 
 SETTINGS, PROMPTS = "gate.yaml", "prompts.jsonl"
 JUDGES = ("world",)
+# What thresholds may be set for, by their names in quality.json.
+SCORES = ("score", "score_low", "score_high", "score_en", "score_zh", "score_shuffled")
+JUDGED_PARTS = r"(groups|parts)\.[^.]+\.(score|low|high)"
+DISTANCES = tuple(f"distances.{x}" for x in ("psnr", "ssim", "flip", "largest_difference"))
+NOISE_COSINE = "noise_cosine.lowest"
 _PROMPT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "prompt": str,
     "seed": int,
@@ -92,6 +99,7 @@ def load_gate(folder: Path) -> Gate:
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise QualityError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
+    settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise QualityError(f"{path} must hold names and values")
     names = ("judge", "fields", "noise_levels", "noise_prompts", "reference", "at_least")
@@ -113,6 +121,10 @@ def load_gate(folder: Path) -> Gate:
     reference = settings.get("reference")
     if reference is not None and not isinstance(reference, str):
         raise QualityError(f"{path}: reference is {reference!r}; it must be a folder's name")
+    at_least = _thresholds(path, settings, "at_least")
+    at_most = _thresholds(path, settings, "at_most")
+    for name in (*at_least, *at_most):
+        _check_threshold(path, name, judge, bool(levels))
     return Gate(
         folder,
         _prompts(folder / PROMPTS, lines, fields, judge),
@@ -122,8 +134,8 @@ def load_gate(folder: Path) -> Gate:
         tuple(float(level) for level in levels),
         count,
         folder / reference if reference else None,
-        _thresholds(path, settings, "at_least"),
-        _thresholds(path, settings, "at_most"),
+        at_least,
+        at_most,
         significance,
     )
 
@@ -163,6 +175,20 @@ def _thresholds(path: Path, settings: Mapping[str, Any], name: str) -> dict[str,
     return {str(key): float(value) for key, value in values.items()}
 
 
+def _check_threshold(path: Path, name: str, judge: str | None, has_levels: bool) -> None:
+    """A misspelt threshold would never be missed."""
+    judged = name in SCORES or bool(re.fullmatch(JUDGED_PARTS, name))
+    if judged and judge is None:
+        raise QualityError(f"{path}: {name!r} takes a judge, and this gate has none")
+    if name == NOISE_COSINE and not has_levels:
+        raise QualityError(f"{path}: {name!r} takes noise_levels, and this gate has none")
+    known = (*SCORES, *DISTANCES, NOISE_COSINE)
+    if not judged and name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        raise QualityError(f"{path}: {name!r} is no threshold: {hint}")
+
+
 def _check_values(where: str, values: Any, types: Mapping[str, type | tuple[type, ...]]) -> None:
     if not isinstance(values, dict):
         raise QualityError(f"{where} must hold names and values")
@@ -185,4 +211,5 @@ def _check_names(where: Any, values: Mapping[str, Any], known: tuple[str, ...]) 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)

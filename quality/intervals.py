@@ -27,8 +27,9 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
             method="percentile",
             rng=np.random.default_rng(SEED),
         ).confidence_interval
-        low, high = float(interval.low), float(interval.high)
-    return {"score": float(np.mean(values)), "low": low, "high": high, "count": len(values)}
+        low, high = float(interval.low) + 0.0, float(interval.high) + 0.0
+    # Adding 0 makes a positive zero of a negative one.
+    return {"score": float(np.mean(values)) + 0.0, "low": low, "high": high, "count": len(values)}
 
 
 def paired_difference(
@@ -37,7 +38,8 @@ def paired_difference(
     """Whether values for which more is better are lower in `second`, prompt by prompt.
 
     "p_value": how often a mean difference as low as this, or lower, comes about when the sign of
-    every prompt's difference is drawn at random. "worse": it is below `significance`.
+    every prompt's difference is drawn at random. "worse": it is below `significance`; "decidable":
+    there are enough prompts for that at all.
     """
     differences = np.asarray(second, float) - np.asarray(first, float)
     interval = mean_with_interval(differences.tolist())
@@ -60,6 +62,7 @@ def paired_difference(
         "high": interval["high"],
         "p_value": p_value,
         "significance": significance,
+        "decidable": 0.5 ** len(differences) < significance,
         "worse": p_value < significance,
     }
 

@@ -100,6 +100,8 @@ def measure(
             f"{reference.folder} is a run of other prompts than those of {gate.folder}: "
             "run the gate there again"
         )
+    if reference is not None and out.resolve() == reference.folder.resolve():
+        raise QualityError(f"{out} is the reference itself: name another folder")
     if out.exists() and not out.is_dir():
         raise QualityError(f"{out} is not a folder: name another one")
     if out.is_dir() and any(out.iterdir()) and not (out / RESULT).exists():
@@ -246,7 +248,9 @@ def _result(
         result["comparison"] = compare(reference.result, result, gate.significance)
     if not gate.changed:
         missed = _missed(gate, result)
-        result["passed"], result["missed"] = not missed, missed
+        applied = gate.at_least or gate.at_most or "comparison" in result
+        result["passed"] = not missed if applied else None
+        result["missed"] = missed
     return result
 
 
@@ -270,9 +274,14 @@ def _scores(pictures: list[dict[str, Any]]) -> dict[str, Any]:
         "score_shuffled": float(np.mean([p["score_shuffled"] for p in pictures])),
     }
     return scores | {
-        "groups": {name: mean_with_interval(values) for name, values in groups.items()},
+        "groups": {name: mean_with_interval(groups[name]) for name in sorted(groups, key=_order)},
         "parts": {name: mean_with_interval(values) for name, values in parts.items() if values},
     }
+
+
+def _order(group: str) -> tuple[bool, str]:
+    """Languages first, then sizes."""
+    return "x" in group, group
 
 
 def compare(first: dict[str, Any], second: dict[str, Any], significance: float) -> dict[str, Any]:
@@ -294,15 +303,16 @@ def compare(first: dict[str, Any], second: dict[str, Any], significance: float) 
         measure, sign = "flip", -1.0
     else:
         raise QualityError(
-            "the two results have neither a judge's scores nor distances to the same reference"
+            "the two results have neither a judge's scores nor distances to the same reference: "
+            "run both with the same REFERENCE"
         )
     found = paired_difference(
         [sign * p[measure] for p in one], [sign * p[measure] for p in two], significance
     )
     if measure == "flip":  # there, less is better
-        found["first"], found["second"] = -found["first"], -found["second"]
-        found["difference"] = -found["difference"]
-        found["low"], found["high"] = -found["high"], -found["low"]
+        found["first"], found["second"] = 0.0 - found["first"], 0.0 - found["second"]
+        found["difference"] = 0.0 - found["difference"]
+        found["low"], found["high"] = 0.0 - found["high"], 0.0 - found["low"]
     return {"measure": measure, **found}
 
 
@@ -316,10 +326,12 @@ def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is None and name.split(".")[0] in ("distances", "noise_cosine"):
                 continue  # without a reference there are none
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise QualityError(f"{gate.folder}: {name!r} is no number of {RESULT}")
+            if value is None:
+                raise QualityError(
+                    f"{gate.folder}: this run has no {name!r} to hold a threshold to"
+                )
             if sign * value < sign * threshold:
-                sentences.append(f"{name} is {value:.3f}; it must be at {word} {threshold:g}")
+                sentences.append(f"{name} is {value:.4g}; it must be at {word} {threshold:g}")
     comparison = result.get("comparison")
     if comparison and comparison["worse"]:
         sentences.append(f"worse than the reference: {describe_comparison(comparison)}")
@@ -328,8 +340,9 @@ def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
 
 def describe_comparison(comparison: dict[str, Any]) -> str:
     low, high = comparison["low"], comparison["high"]
+    few = "" if comparison["decidable"] else ", too few prompts to tell"
     return (
         f"{comparison['measure']} {comparison['first']:.3f} → {comparison['second']:.3f}, "
         f"difference {comparison['difference']:+.3f} ({low:+.3f} … {high:+.3f}), "
-        f"p = {comparison['p_value']:.4f}"
+        f"p = {comparison['p_value']:.4f}{few}"
     )

@@ -26,8 +26,11 @@ class Served:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client = Client(url)
-        self._triton = grpcclient.InferenceServerClient(url)
+        try:
+            self._client = Client(url)
+            self._triton = grpcclient.InferenceServerClient(url)
+        except (QwenImageError, InferenceServerException) as error:
+            raise QualityError(str(error)) from None
         self._metadata: dict[str, Any] = {}
 
     def __enter__(self) -> Served:

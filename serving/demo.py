@@ -1,4 +1,4 @@
-"""`make demo`: the small checkpoint of this project, exported, served, asked for one picture."""
+"""The small checkpoint of this project, exported, served, asked for one picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def output_problem(path: Path) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
-    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--prompt", required=True, help="what to draw; see checkpoints/tiny")
     parser.add_argument("--output", type=Path, required=True, help="the picture to write")
     parser.add_argument("--seed", type=int, help="random by default")
     parser.add_argument("--repository", type=Path, default=Path("artifacts/demo"))
@@ -34,6 +34,7 @@ def main() -> int:
     # These import torch and diffusers, which takes seconds: --help need not wait for them.
     from build.assemble import assemble
     from build.profile import BuildError, load_profile
+    from build.progress import say_once
     from export import CheckpointError, ExportError
     from qwen_image_client import Client, QwenImageError
 
@@ -42,11 +43,11 @@ def main() -> int:
         print(f"demo failed: {problem}", file=sys.stderr)
         return 1
     try:
-        print(f"exporting {CHECKPOINT.name} to engines (kept for the next time) …", flush=True)
         assemble(
             CHECKPOINT,
             load_profile("cpu"),
             arguments.repository.resolve(),
+            progress=say_once(),
             workers=os.cpu_count() or 1,
         )
         print("starting the server …", flush=True)

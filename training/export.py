@@ -80,7 +80,7 @@ pipeline_tag: text-to-image
 ---
 # Qwen-Image, tiny
 
-Qwen-Image's classes at a ten-thousandth of its size, trained from scratch on a synthetic world
+Qwen-Image's classes at about 1/3,600 of its size, trained from scratch on a synthetic world
 (`quality/world.py`): one to three coloured shapes and perhaps a number on a plain background, from
 captions in English and Chinese, at 128×128, 112×144 and 144×112. It stands in for the real model
 where changes of the serving code are judged. It knows nothing else.
@@ -110,5 +110,5 @@ By `quality.judge` at 20 steps, guidance 4, the negative prompt `" "`, weights a
 
 ## Limits
 Prompts beyond the world, other picture sizes and longer texts give arbitrary pictures. Small
-details (edges, digits) are as sharp as an 8×8 latent allows.
+details (edges, digits) are as sharp as a latent position for 8×8 pixels allows.
 """

@@ -18,17 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from export import Checkpoint, ExportError
 from export import calibrate as module
-from export.calibrate import (
-    PROMPTS,
-    Calibration,
-    Prompt,
-    calibrate,
-    check_prompts,
-    load_calibration,
-    main,
-    read_prompts,
-    save_calibration,
-)
+from export.calibrate import PROMPTS, Prompt, calibrate, check_prompts, main, read_prompts
+from export.calibration import Calibration, load_calibration, save_calibration
 from export.engines import engines
 from export.write import plan_weights
 

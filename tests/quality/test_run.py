@@ -82,7 +82,7 @@ def test_a_run_without_a_reference(gate_folder, scenes, tmp_path):
     assert set(result["groups"]) == {"en", "zh", "128x128", "112x144", "144x112"}
     assert result["groups"]["en"]["count"] == 12
     assert {"objects", "colour", "shape"} <= set(result["parts"])
-    assert result["passed"] and result["missed"] == []
+    assert result["passed"] is None and result["missed"] == []  # no thresholds, no reference
     assert result["versions"]["renderer"] == "1" and "scikit-image" in result["versions"]
     assert "distances" not in result and "noise_cosine" not in result
     assert len(list((tmp_path / "out" / "pictures").iterdir())) == 24
@@ -140,12 +140,11 @@ def test_thresholds(gate_folder, scenes, tmp_path):
     assert run(gate, Renderer(scenes), tmp_path / "good")["passed"]
     result = run(gate, Renderer(scenes, wrong=1.0), tmp_path / "bad")
     assert not result["passed"]
-    assert "score is 0.000; it must be at least 0.9" in result["missed"]
-    assert "parts.shape.score is 0.000; it must be at least 0.9" in result["missed"]
-    gate = rewrite(gate_folder, at_least={"socre": 1})
-    with pytest.raises(QualityError, match=r"'socre' is no number of quality\.json"):
-        run(gate, Renderer(scenes), tmp_path / "misspelt")
-    assert not (tmp_path / "misspelt").exists()
+    assert "score is 0; it must be at least 0.9" in result["missed"]
+    assert "parts.shape.score is 0; it must be at least 0.9" in result["missed"]
+    gate = rewrite(gate_folder, at_most={"distances.flip": 0.5})
+    assert run(gate, Renderer(scenes), tmp_path / "no reference")["passed"]
+    run(gate, Renderer(scenes, wrong=1.0), tmp_path / "worse", tmp_path / "good")
 
 
 def test_thresholds_do_not_hold_for_other_fields(gate_folder, scenes, tmp_path):
@@ -196,9 +195,11 @@ def test_a_run_replaces_a_run_and_nothing_else(gate_folder, scenes, tmp_path):
     with pytest.raises(QualityError, match="the server is gone"):
         run(gate, Failing(scenes), out)
     assert load_run(out).result == before
-    result = run(gate, Renderer(scenes, wrong=1.0), out, out)  # its own predecessor
-    assert result["comparison"]["worse"]
+    run(gate, Renderer(scenes, wrong=1.0), out)
+    assert load_run(out).result["score"] < 0.1
     (tmp_path / "papers").mkdir()
+    with pytest.raises(QualityError, match="is the reference itself: name another folder"):
+        run(gate, Renderer(scenes), out, tmp_path / "papers" / ".." / "out")
     (tmp_path / "papers" / "thesis.txt").write_text("x")
     with pytest.raises(QualityError, match="papers is not empty and holds no run"):
         run(gate, Renderer(scenes), tmp_path / "papers")
@@ -239,6 +240,29 @@ def test_pictures_of_another_size_are_no_reference(gate_folder, scenes, tmp_path
         run(gate, Renderer(scenes[4:] + scenes[:4]), tmp_path / "second", tmp_path / "first")
 
 
+def test_a_gate_that_judges_nothing_passes_nothing(gate_folder, scenes, tmp_path, capsys):
+    gate = rewrite(gate_folder, judge=None)
+    run(gate, Renderer(scenes), tmp_path / "first")
+    result = run(gate, Renderer(scenes, wrong=1.0), tmp_path / "second", tmp_path / "first")
+    assert result["passed"] is None and result["missed"] == []
+    command.report(gate, result, tmp_path)
+    assert "nothing was judged" in capsys.readouterr().out
+
+
+def test_few_prompts(gate_folder, scenes, tmp_path, capsys):
+    """One picture has no interval, and a handful no verdict."""
+    lines = (gate_folder / "prompts.jsonl").read_text().splitlines()
+    (gate_folder / "prompts.jsonl").write_text("\n".join(lines[:2]))
+    gate = load_gate(gate_folder)
+    run(gate, Renderer(scenes), tmp_path / "first")
+    result = run(gate, Renderer(scenes, wrong=1.0), tmp_path / "second", tmp_path / "first")
+    command.report(gate, result, tmp_path)
+    assert "too few prompts to tell" in capsys.readouterr().out
+    assert not result["comparison"]["worse"] and not result["comparison"]["decidable"]
+    assert result["groups"]["en"]["low"] is None
+    assert command.main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -246,6 +270,7 @@ def test_pictures_of_another_size_are_no_reference(gate_folder, scenes, tmp_path
         (["run", "--out", "{tmp}/o", "--reference", "{tmp}"], "holds no quality.json"),
         (["run", "--out", "{tmp}/o", "--repository", "{tmp}"], "make export"),
         (["run", "--out", "{tmp}/o", "--server", "127.0.0.1:9"], "no picture for"),
+        (["run", "--out", "{tmp}/o", "--server", "http://127.0.0.1:9"], "url must be host:port"),
         (["reference", "--out", "{tmp}/o", "--checkpoint", "{tmp}"], "model_index.json"),
         (["compare", "{tmp}", "{tmp}"], "holds no quality.json"),
     ],
