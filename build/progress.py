@@ -34,7 +34,7 @@ class ProgressBar:
 
 def say_once(what: str = "exporting to engines (kept for the next time) …") -> Callable[..., None]:
     """A progress that prints one line when something begins, and nothing where nothing is done."""
-    said = []
+    said: list[bool] = []
 
     def progress(*_: object) -> None:
         if not said:
