@@ -55,6 +55,9 @@ class TritonPythonModel:
         # One request's values may have failed the batch: let it fail alone.
         return [response for request in requests for response in self.execute([request])]
 
+    def finalize(self) -> None:
+        self._runtime.close()
+
     def _run(self, inputs: list[dict[str, np.ndarray]]) -> list[Any]:
         """Runs the requests as one batch; every response is an object of its own."""
         batch = {

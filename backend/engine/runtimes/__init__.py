@@ -6,9 +6,10 @@ class `Runtime`:
 - `Runtime(artifact: Path, parameters: Mapping[str, str])` loads the engine; the parameters are
   those of the model's configuration;
 - `inputs`, `outputs`: lists of `TensorSpec`;
-- `run(batch: Mapping[str, ndarray]) -> dict[str, ndarray]` computes one batch, rows first.
+- `run(batch: Mapping[str, ndarray]) -> dict[str, ndarray]` computes one batch, rows first;
+- `close()` ends it, when the model is unloaded.
 
-All three raise `EngineError` with one sentence.
+All raise `EngineError` with one sentence.
 """
 
 from __future__ import annotations

@@ -82,6 +82,9 @@ class Runtime:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
             raise EngineError(f"the engine failed on {shapes}: {_one_line(error)}") from None
 
+    def close(self) -> None:
+        """The session has nothing to keep."""
+
 
 def _dtype(node: onnxruntime.NodeArg) -> type:
     try:
