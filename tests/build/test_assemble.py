@@ -54,7 +54,7 @@ def test_a_second_export_with_nothing_changed_does_nothing(repository, checkpoin
 def exporter_that_takes(repository, calls):
     """Stands for `export_checkpoint`, which takes half a minute: copies what it has made."""
 
-    def export(checkpoint, output, verify, progress):
+    def export(checkpoint, output, verify, progress, *_):
         calls.append(verify)
         models = repository / "model_repository"
         engines = manifest.read(repository)["engines"]
