@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,6 @@ from bench.common import ROOT, write_result
 from build.assemble import assemble
 from build.profile import load_profile
 from build.progress import ProgressBar
-from export import Checkpoint
-from export.calibrate import calibrate, check_prompts, read_prompts
 from quality.gate import Gate, load_gate
 from quality.prompts import world_prompts
 from quality.run import describe_comparison, load_run, measure
@@ -35,9 +35,10 @@ def calibration(checkpoint: Path, folder: Path) -> Path:
     prompts = folder / "prompts.jsonl"
     entries = world_prompts(CALIBRATION_PROMPTS, CALIBRATION_SEED)
     prompts.write_text("\n".join(json.dumps(entry) for entry in entries), encoding="utf-8")
-    opened, out, bar = Checkpoint(checkpoint), folder / "calibration.safetensors", ProgressBar()
-    calibrate(opened, out, check_prompts(read_prompts(prompts), opened), progress=bar)
-    bar.close()
+    out = folder / "calibration.safetensors"
+    command = [sys.executable, "-m", "export.calibrate", "--checkpoint", str(checkpoint)]
+    command += ["--out", str(out), "--prompts", str(prompts)]
+    subprocess.run(command, cwd=ROOT, check=True)
     return out
 
 
@@ -62,7 +63,7 @@ def main() -> None:
         ranges = calibration(tiny, folder)
         for profile in PROFILES:
             repository = folder / profile
-            assemble(tiny, load_profile(profile), repository, workers=2, calibration=ranges)
+            assemble(tiny, load_profile(profile), repository, calibration=ranges)
             manifest = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))
             values["profiles"][profile] = {
                 "layers": {

@@ -10,6 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from export.calibration import Calibration, load_calibration
 from export.checkpoint import Checkpoint, CheckpointError
 from export.convert import convert_engine
@@ -43,11 +45,10 @@ def export_checkpoint(
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
     Engines that `recipe` names are converted after their check, with the ranges in `calibration` (a
-    file of `export.calibrate`). An engine's folder appears only when it is done. Returns for
-    each engine its manifest entry.
-    With more than one of `workers`, so many engines at a time are exported by forked processes;
-    the caller must have started no threads. Raises CheckpointError, ExportError, OSError;
-    ValueError for another `verify`.
+    file of `export.calibrate`). An engine's folder appears only when it is done. With more
+    than one of `workers`, so many engines at a time are exported, by forked processes. Returns for
+    each engine its manifest entry. Raises CheckpointError, ExportError, OSError; ValueError for
+    another `verify`.
     """
     if verify not in ("auto", "full"):
         raise ValueError(f"verify is {verify!r}, but it must be auto or full")
@@ -69,7 +70,8 @@ def export_checkpoint(
     else:
         result = {}
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
-        with ProcessPoolExecutor(workers, fork) as pool:
+        # One thread each: a forked process waits for ever for OpenMP threads that its parent had.
+        with ProcessPoolExecutor(workers, fork, torch.set_num_threads, (1,)) as pool:
             tasks = {
                 name: pool.submit(
                     export_engine,
