@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,8 @@ def calibration(checkpoint: Path, folder: Path) -> Path:
     out = folder / "calibration.safetensors"
     command = [sys.executable, "-m", "export.calibrate", "--checkpoint", str(checkpoint)]
     command += ["--out", str(out), "--prompts", str(prompts)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    # Models as small as these wait for their threads longer than they compute.
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return out
 
 

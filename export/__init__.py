@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,7 @@ def export_checkpoint(
     else:
         result = {}
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
-        # One thread each: a forked process waits for ever for OpenMP threads that its parent had.
-        with ProcessPoolExecutor(workers, fork, torch.set_num_threads, (1,)) as pool:
+        with ProcessPoolExecutor(workers, fork, start_worker) as pool:
             tasks = {
                 name: pool.submit(
                     export_engine,
@@ -87,11 +88,22 @@ def export_checkpoint(
             }
             for i, (name, task) in enumerate(tasks.items()):
                 progress("engines", i, len(names))
-                result[name] = task.result()
+                try:
+                    result[name] = task.result()
+                except BrokenProcessPool:
+                    raise ExportError(f"the process that exported {name} was killed") from None
         progress("engines", len(names), len(names))
     text = json.dumps(checkpoint.describe(), indent=2, ensure_ascii=False)
     (output / "checkpoint.json").write_text(text + "\n", encoding="utf-8")
     return result
+
+
+def start_worker() -> None:
+    """Interruptions are the parent's to handle. One thread: a forked process waits for ever for the
+    OpenMP threads that its parent had."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
 
 
 def export_engine(

@@ -9,6 +9,7 @@ noise.npz          single noise predictions and what they were asked for
 from __future__ import annotations
 
 import json
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,11 +60,17 @@ class Run:
         path = self.folder / NOISE
         try:
             with np.load(path) as arrays:
-                return dict(arrays)
+                noise = dict(arrays)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise QualityError(f"{path} cannot be read: {error}") from None
+        levels = range(len(noise.get("levels", ())))
+        numbers = [name.removeprefix("latents_") for name in noise if name.startswith("latents_")]
+        for name in ("levels", *(f"predicted_{n}_{i}" for n in numbers for i in levels)):
+            if name not in noise:
+                raise QualityError(f"{path} is damaged: it has no {name}")
+        return noise
 
 
 def picture_name(number: int) -> str:
@@ -81,6 +88,9 @@ def load_run(folder: Path) -> Run:
         raise QualityError(f"{path} cannot be read: {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise QualityError(f"{path} is not a result of this version (format {FORMAT})")
+    missing = [name for name in ("prompts", "source", "date", "pictures") if name not in result]
+    if missing or not result["pictures"]:
+        raise QualityError(f"{path} is damaged: it has no {missing[0] if missing else 'pictures'}")
     return Run(folder, result)
 
 

@@ -56,11 +56,17 @@ class Served:
         """As many at a time as the server runs at once, in the order of the prompts."""
         waiting: deque[tuple[int, Any]] = deque()
         for number, prompt in enumerate(prompts):
-            waiting.append((number, self._client.submit(**prompt.fields)))
+            waiting.append((number, self._submit(prompt)))
             if len(waiting) == _IN_FLIGHT:
                 yield self._picture(prompts, *waiting.popleft())
         while waiting:
             yield self._picture(prompts, *waiting.popleft())
+
+    def _submit(self, prompt: Prompt) -> Any:
+        try:
+            return self._client.submit(**prompt.fields)
+        except QwenImageError as error:
+            raise QualityError(f"no picture for {prompt.text!r}: {error}") from None
 
     def _picture(self, prompts: Sequence[Prompt], number: int, handle: Any) -> Picture:
         try:

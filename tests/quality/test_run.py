@@ -225,6 +225,12 @@ def test_damaged_references(gate_folder, scenes, tmp_path):
         run(gate, Renderer(scenes), tmp_path / "second", first)
     (first / "noise.npz").unlink()
     assert "noise_cosine" not in run(gate, Renderer(scenes), tmp_path / "second", first)
+    np.savez(first / "noise.npz", levels=np.array([0.5]), latents_0=np.zeros((1, 16, 4, 6)))
+    with pytest.raises(QualityError, match="is damaged: it has no predicted_0_0"):
+        run(gate, Renderer(scenes), tmp_path / "second", first)
+    (first / "quality.json").write_text('{"format": 1, "source": "x"}')
+    with pytest.raises(QualityError, match="is damaged: it has no prompts"):
+        load_run(first)
     (first / "quality.json").write_text('{"format": 0}')
     with pytest.raises(QualityError, match="is not a result of this version"):
         load_run(first)
