@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import multiprocessing
+import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -32,6 +35,9 @@ __all__ = [
     "export_checkpoint",
     "ignore_progress",
 ]
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def export_checkpoint(
@@ -72,7 +78,10 @@ def export_checkpoint(
     else:
         result = {}
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
-        with ProcessPoolExecutor(workers, fork, start_worker) as pool:
+        parent = os.getpid()
+        with workers_of(
+            ProcessPoolExecutor(min(workers, len(names)), fork, start_worker, (parent,))
+        ) as pool:
             tasks = {
                 name: pool.submit(
                     export_engine,
@@ -98,9 +107,25 @@ def export_checkpoint(
     return result
 
 
-def start_worker() -> None:
-    """Interruptions are the parent's to handle. One thread: a forked process waits for ever for the
-    OpenMP threads that its parent had."""
+@contextlib.contextmanager
+def workers_of(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+    """The pool; whatever ends the body early ends its processes, too."""
+    try:
+        yield pool
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def start_worker(parent: int) -> None:
+    """Interruptions are the parent's to handle, and with it the worker ends. One thread: a forked
+    process waits for ever for the OpenMP threads that its parent had."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

@@ -122,6 +122,8 @@ def run_gate(options: argparse.Namespace) -> int:
         gate = gate.with_fields(**{k: v for k, v in changes.items() if v is not None})
         folder = options.reference or gate.reference
         reference = load_run(folder) if folder else None
+        if reference and reference.result.get("fields") != gate.fields:
+            print(f"note: the reference was run with other fields: {reference.result['fields']}")
     bar = ProgressBar()
     with source(options) as drawing:
         try:
@@ -144,7 +146,7 @@ def source(options: argparse.Namespace) -> Iterator[Any]:
     from serving.errors import ServeError
     from serving.server import TritonServer
 
-    if options.server:
+    if options.server is not None:
         with Served(options.server) as served:
             yield served
         return
@@ -171,7 +173,7 @@ def export_tiny() -> None:
         assemble(
             TINY, load_profile("cpu"), TINY_REPOSITORY, "auto", say_once(), os.cpu_count() or 1
         )
-    except (BuildError, CheckpointError, ExportError) as error:
+    except (BuildError, CheckpointError, ExportError, OSError) as error:
         raise QualityError(str(error)) from None
 
 

@@ -97,7 +97,7 @@ def load_gate(folder: Path) -> Gate:
             f"{folder} is no gate: {error.filename} is missing (a gate is a folder with "
             f"{SETTINGS} and {PROMPTS})"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise QualityError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
@@ -150,7 +150,7 @@ def _prompts(
         where = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise QualityError(f"{where} is not JSON") from None
         _check_values(where, entry, _PROMPT_FIELDS)
         for name in ("prompt", "seed"):

@@ -63,7 +63,7 @@ class Run:
                 noise = dict(arrays)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise QualityError(f"{path} cannot be read: {error}") from None
         levels = range(len(noise.get("levels", ())))
         numbers = [name.removeprefix("latents_") for name in noise if name.startswith("latents_")]
@@ -84,7 +84,7 @@ def load_run(folder: Path) -> Run:
         result = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise QualityError(f"{folder} holds no {RESULT}: it is no run of the gate") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise QualityError(f"{path} cannot be read: {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise QualityError(f"{path} is not a result of this version (format {FORMAT})")
@@ -114,8 +114,14 @@ def measure(
         raise QualityError(f"{out} is the reference itself: name another folder")
     if out.exists() and not out.is_dir():
         raise QualityError(f"{out} is not a folder: name another one")
-    if out.is_dir() and any(out.iterdir()) and not (out / RESULT).exists():
-        raise QualityError(f"{out} is not empty and holds no run: name another folder")
+    if out.is_dir() and any(out.iterdir()):
+        others = {path.name for path in out.iterdir()} - {RESULT, SHEET, PICTURES, NOISE}
+        if others or not (out / RESULT).exists():
+            raise QualityError(
+                f"{out} is not empty and holds {min(others) if others else 'no run'}: name another "
+                "folder"
+            )
+        load_run(out)
     try:
         with replaced_when_done(out) as staging:
             (staging / PICTURES).mkdir()
@@ -192,6 +198,11 @@ def _predict(
         for i, level in enumerate(levels):
             latents = ours[f"latents_{number}"][i]
             predicted = source.predict_noise(gate.prompts[number], latents, level)
+            if not np.isfinite(predicted).all():
+                raise QualityError(
+                    f"the engine is broken: its noise prediction for prompt {number} at the noise "
+                    f"level {level:g} is not finite"
+                )
             ours[f"predicted_{number}_{i}"] = predicted
             if theirs is not None:
                 cosines[f"{level:g}"].append(cosine(predicted, theirs[f"predicted_{number}_{i}"]))
@@ -340,7 +351,7 @@ def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
                 raise QualityError(
                     f"{gate.folder}: this run has no {name!r} to hold a threshold to"
                 )
-            if sign * value < sign * threshold:
+            if not sign * value >= sign * threshold:
                 sentences.append(f"{name} is {value:.4g}; it must be at {word} {threshold:g}")
     comparison = result.get("comparison")
     if comparison and comparison["worse"]:

@@ -17,6 +17,7 @@ from quality.source import Picture
 from qwen_image_client import Client, QwenImageError
 
 _IN_FLIGHT = 8  # as many as `denoise` runs at once by default
+TIMEOUT = 1800.0  # seconds; a server that hangs answers never
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 _SCALARS = ("num_inference_steps", "true_cfg_scale", "height", "width", "seed")
 
@@ -28,7 +29,7 @@ class Served:
         self.url = url
         try:
             self._client = Client(url)
-            self._triton = grpcclient.InferenceServerClient(url)
+            self._triton = grpcclient.InferenceServerClient(url.removeprefix("grpc://"))
         except (QwenImageError, InferenceServerException) as error:
             raise QualityError(str(error)) from None
         self._metadata: dict[str, Any] = {}
@@ -64,7 +65,7 @@ class Served:
 
     def _submit(self, prompt: Prompt) -> Any:
         try:
-            return self._client.submit(**prompt.fields)
+            return self._client.submit(**prompt.fields, timeout=TIMEOUT)
         except QwenImageError as error:
             raise QualityError(f"no picture for {prompt.text!r}: {error}") from None
 
@@ -128,7 +129,7 @@ class Served:
                 tensor.set_data_from_numpy(array)
                 tensors.append(tensor)
             requested = [grpcclient.InferRequestedOutput(name) for name in outputs]
-            result = self._triton.infer(model, tensors, outputs=requested)
+            result = self._triton.infer(model, tensors, outputs=requested, client_timeout=TIMEOUT)
         except InferenceServerException as error:
             raise QualityError(f"{self.url}: {model!r}: {error.message()}") from None
         return {name: result.as_numpy(name) for name in outputs}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
-
-from PIL import Image
 
 from serving.errors import ServeError
 from serving.server import TritonServer
 
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
 
@@ -19,8 +19,10 @@ def output_problem(path: Path) -> str | None:
     """Why no picture can be written there; found before time is spent on one."""
     if not path.resolve().parent.is_dir():
         return f"there is no folder for {path}"
-    if path.suffix.lower() not in Image.registered_extensions():
-        return f"{path} has no suffix of a picture, such as .png"
+    if path.is_dir():
+        return f"{path} is a folder"
+    if path.suffix.lower() not in SUFFIXES:
+        return f"{path} has no suffix of a picture: {', '.join(SUFFIXES)}"
     return None
 
 
@@ -38,6 +40,7 @@ def main() -> int:
     from export import CheckpointError, ExportError
     from qwen_image_client import Client, QwenImageError
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
     problem = output_problem(arguments.output)
     if problem:
         print(f"demo failed: {problem}", file=sys.stderr)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quality.world import PICTURE_SIZES
 from training.scenes import Renderer, Scenes
 
 
@@ -76,7 +77,7 @@ class Pool:
         return sum(bucket.count for bucket in self.buckets.values())
 
     def fill(self, count: int) -> None:
-        while self.count < count:
+        while self.count < min(count, len(PICTURE_SIZES) * self.capacity):
             self.grow(wait=True)
 
     def grow(self, wait: bool = False) -> None:

@@ -145,19 +145,23 @@ def train(
         pool = Pool(renderer, settings.scenes // 2, device, seed=(*seed, 0))
         pool.fill(settings.first_scenes)
         print(f"{pool.count} scenes", flush=True)
+        interrupted = None
         try:
             vae_done = vae.train(models.vae, pool, progress, settings)
-        finally:
-            models.vae.eval()
-            vae.measure_latents(models.vae, pool)
-            progress.state["latents"] = {
-                name: list(models.vae.config[name]) for name in ("latents_mean", "latents_std")
-            }
-            with torch.no_grad():
-                show_reconstructions(models, pool, progress.folder / "vae.png")
-            store.save_vae(progress, models.vae)
-            progress.stage_done()
-            progress.save()
+        except KeyboardInterrupt as error:
+            interrupted = error
+        models.vae.eval()
+        vae.measure_latents(models.vae, pool)
+        progress.state["latents"] = {
+            name: list(models.vae.config[name]) for name in ("latents_mean", "latents_std")
+        }
+        with torch.no_grad():
+            show_reconstructions(models, pool, progress.folder / "vae.png")
+        store.save_vae(progress, models.vae)
+        progress.stage_done()
+        progress.save()
+        if interrupted:
+            raise interrupted
     if stage in ("all", "dit") and (vae_done or stage == "dit"):
         models.vae.eval()
 
@@ -173,6 +177,13 @@ def train(
             )
             pool.fill(settings.first_scenes)
         print(f"{pool.count} scenes", flush=True)
-        flow.train(models, average, tokenizer, scheduler().config, pool, progress, settings)
+        interrupted = None
+        try:
+            flow.train(models, average, tokenizer, scheduler().config, pool, progress, settings)
+        except KeyboardInterrupt as error:
+            interrupted = error
         store.save_flow(progress, average)
         progress.stage_done()
+        progress.save()
+        if interrupted:
+            raise interrupted

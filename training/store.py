@@ -39,6 +39,13 @@ def start(progress: Progress, sizes: Sizes, seed: int) -> tuple[Models, Qwen2Tok
         state["sizes"] = sizes.to_json()
     tokenizer = tokenizer_of(state["words"])
     models = build(Sizes.of(state["sizes"]), tokenizer, seed)
+    for stage, names in (("vae", ["vae"]), ("dit", ["weights", "ema"])):
+        for name in names:
+            if progress.steps(stage) and not (progress.folder / f"{name}.safetensors").exists():
+                raise SystemExit(
+                    f"{progress.folder} has {progress.steps(stage)} steps of {stage}, but its "
+                    f"{name}.safetensors is missing"
+                )
     file = progress.folder / "vae.safetensors"
     if file.exists():
         models.vae.load_state_dict(load_file(file))

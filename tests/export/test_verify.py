@@ -222,8 +222,9 @@ def test_an_engine_that_fails_its_check_does_not_appear(
 ) -> None:
     """Neither does it replace an older one, nor leave its files behind."""
 
-    def write(engine: Engine, checkpoint: Any, folder: Path, progress: Any) -> None:
+    def write(engine: Engine, checkpoint: Any, folder: Path, progress: Any) -> tuple[Any, Any]:
         (folder / "model.onnx").write_text("new")
+        return None, {}
 
     def refuse(*arguments: Any) -> None:
         raise ExportError("modulation: no")

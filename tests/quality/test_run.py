@@ -201,7 +201,7 @@ def test_a_run_replaces_a_run_and_nothing_else(gate_folder, scenes, tmp_path):
     with pytest.raises(QualityError, match="is the reference itself: name another folder"):
         run(gate, Renderer(scenes), out, tmp_path / "papers" / ".." / "out")
     (tmp_path / "papers" / "thesis.txt").write_text("x")
-    with pytest.raises(QualityError, match="papers is not empty and holds no run"):
+    with pytest.raises(QualityError, match=r"papers is not empty and holds thesis\.txt"):
         run(gate, Renderer(scenes), tmp_path / "papers")
     (tmp_path / "file").write_text("x")
     with pytest.raises(QualityError, match="file is not a folder"):
@@ -285,3 +285,22 @@ def test_the_command_says_what_is_wrong(arguments, sentence, tmp_path, capsys):
     assert command.main([a.format(tmp=tmp_path) for a in arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("quality: ") and sentence in error
+
+
+def test_what_is_beside_a_run_is_not_lost(gate_folder, scenes, tmp_path):
+    gate, out = load_gate(gate_folder), tmp_path / "out"
+    run(gate, Renderer(scenes), out)
+    (out / "notes.txt").write_text("x")
+    with pytest.raises(QualityError, match=r"is not empty and holds notes\.txt: name another"):
+        run(gate, Renderer(scenes), out)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "quality.json").write_text('{"mine": 1}')
+    with pytest.raises(QualityError, match="is not a result of this version"):
+        run(gate, Renderer(scenes), tmp_path / "other")
+
+
+def test_a_prediction_that_is_not_finite(gate_folder, scenes, tmp_path):
+    source = Renderer(scenes, noise=float("nan"))
+    with pytest.raises(QualityError, match="the engine is broken: its noise prediction for"):
+        run(load_gate(gate_folder), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
