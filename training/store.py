@@ -40,11 +40,12 @@ def start(progress: Progress, sizes: Sizes, seed: int) -> tuple[Models, Qwen2Tok
     tokenizer = tokenizer_of(state["words"])
     models = build(Sizes.of(state["sizes"]), tokenizer, seed)
     for stage, names in (("vae", ["vae"]), ("dit", ["weights", "ema"])):
+        steps = state["stages"].get(stage, {}).get("steps", 0)
         for name in names:
-            if progress.steps(stage) and not (progress.folder / f"{name}.safetensors").exists():
+            if steps and not (progress.folder / f"{name}.safetensors").exists():
                 raise SystemExit(
-                    f"{progress.folder} has {progress.steps(stage)} steps of {stage}, but its "
-                    f"{name}.safetensors is missing"
+                    f"{progress.folder} has {steps} steps of {stage}, but its {name}.safetensors "
+                    "is missing"
                 )
     file = progress.folder / "vae.safetensors"
     if file.exists():
