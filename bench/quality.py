@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT, write_result
-from build.assemble import assemble
-from build.profile import load_profile
 from build.progress import ProgressBar
+from build.tiny import export_tiny
 from quality.gate import Gate, load_gate
 from quality.run import describe_comparison, load_run, measure
 from quality.served import Served
@@ -62,12 +61,10 @@ def of_the_empty_prompt(gate: Gate, served: Served) -> dict[str, Any]:
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__).parse_args()
-    tiny, repository = ROOT / "checkpoints" / "tiny", ROOT / "artifacts" / "demo"
-    assemble(tiny, load_profile("cpu"), repository)
     gate = load_gate(ROOT / "quality" / "gates" / "tiny")
     with (
         tempfile.TemporaryDirectory() as folder,
-        TritonServer(repository) as server,
+        TritonServer(export_tiny()) as server,
         Served(server.grpc_url) as served,
     ):
         values = {

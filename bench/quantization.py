@@ -21,6 +21,7 @@ from bench.common import ROOT, write_result
 from build.assemble import assemble
 from build.profile import load_profile
 from build.progress import ProgressBar
+from build.tiny import CHECKPOINT
 from quality.gate import Gate, load_gate
 from quality.prompts import world_prompts
 from quality.run import describe_comparison, load_run, measure
@@ -57,15 +58,14 @@ def pictures(profile: str, repository: Path, gate: Gate, folder: Path) -> dict[s
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__).parse_args()
-    tiny = ROOT / "checkpoints" / "tiny"
     gate = load_gate(ROOT / "quality" / "gates" / "tiny")
     values: dict[str, Any] = {"profiles": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranges = calibration(tiny, folder)
+        ranges = calibration(CHECKPOINT, folder)
         for profile in PROFILES:
             repository = folder / profile
-            assemble(tiny, load_profile(profile), repository, calibration=ranges)
+            assemble(CHECKPOINT, load_profile(profile), repository, calibration=ranges)
             manifest = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))
             values["profiles"][profile] = {
                 "layers": {

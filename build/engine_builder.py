@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from build.profile import BuildError
+from export.files import write_whole
 from export.progress import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def build_engine(
         if plan is None:
             raise BuildError(f"{title} cannot build {model} for {target}: {_reason(log.errors)}")
         if timing_cache and library != RTX:
-            _write(timing_cache, config.get_timing_cache().serialize())
+            write_whole(timing_cache, config.get_timing_cache().serialize())
         return plan, {
             "inputs": inputs,
             "outputs": _borders(network.get_output, network.num_outputs),
@@ -188,8 +189,8 @@ def build_engine(
         "bytes": plan.nbytes,
         "seconds": round(time.monotonic() - started, 1),
     }
-    _write(output, plan)
-    _write(output.with_suffix(".json"), (json.dumps(description, indent=1) + "\n").encode())
+    write_whole(output, plan)
+    write_whole(output.with_suffix(".json"), (json.dumps(description, indent=1) + "\n").encode())
     progress(what, 100, 100)
     return description
 
@@ -383,13 +384,3 @@ def _reason(errors: list[str]) -> str:
     # Without a driver, every error is followed by one that says so.
     telling = [error for error in errors if "catchCudaError" not in error]
     return (telling or errors or ["it gives no reason"])[-1]
-
-
-def _write(path: Path, data: Any) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -63,45 +63,45 @@ def export_checkpoint(
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.save_tokenizer(output / "tokenizer.json")
-    names = [engine.name for engine in engines(checkpoint)]
+    made = engines(checkpoint)
     recipes = recipe or {}
     ranges = None
     if calibration is not None:
         ranges = load_calibration(calibration, checkpoint.describe()["fingerprint"])
     if workers == 1:
         result = {
-            name: export_engine(
-                checkpoint, name, output, verify, progress, recipes.get(name), ranges
+            engine.name: export_engine(
+                engine, checkpoint, output, verify, progress, recipes.get(engine.name), ranges
             )
-            for name in names
+            for engine in made
         }
     else:
         result = {}
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
         parent = os.getpid()
         with workers_of(
-            ProcessPoolExecutor(min(workers, len(names)), fork, start_worker, (parent,))
+            ProcessPoolExecutor(min(workers, len(made)), fork, start_worker, (parent,))
         ) as pool:
             tasks = {
-                name: pool.submit(
+                engine.name: pool.submit(
                     export_engine,
+                    engine,
                     checkpoint,
-                    name,
                     output,
                     verify,
                     ignore_progress,
-                    recipes.get(name),
+                    recipes.get(engine.name),
                     ranges,
                 )
-                for name in names
+                for engine in made
             }
             for i, (name, task) in enumerate(tasks.items()):
-                progress("engines", i, len(names))
+                progress("engines", i, len(made))
                 try:
                     result[name] = task.result()
                 except BrokenProcessPool:
                     raise ExportError(f"the process that exported {name} was killed") from None
-        progress("engines", len(names), len(names))
+        progress("engines", len(made), len(made))
     text = json.dumps(checkpoint.describe(), indent=2, ensure_ascii=False)
     (output / "checkpoint.json").write_text(text + "\n", encoding="utf-8")
     return result
@@ -132,32 +132,31 @@ def start_worker(parent: int) -> None:
 
 
 def export_engine(
+    engine: Engine,
     checkpoint: Checkpoint,
-    name: str,
     output: Path,
     verify: str,
     progress: Progress = ignore_progress,
     recipe: EngineRecipe | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """Writes, checks and converts OUTPUT/<name>; returns its manifest entry."""
-    (engine,) = (engine for engine in engines(checkpoint) if engine.name == name)
-    folder = output / f"{name}.partial"
+    """Writes, checks and converts OUTPUT/<engine>; returns its manifest entry."""
+    folder = output / f"{engine.name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    converted: dict[str, Any] = {}
     try:
         model, weights = write_engine(engine, checkpoint, folder, progress)
         verified = verify_engine(engine, checkpoint, folder, verify, progress)
         if recipe is not None:
-            made = convert_engine(engine, model, weights, recipe, calibration, folder, progress)
-        shutil.rmtree(output / name, ignore_errors=True)
-        folder.rename(output / name)
+            converted = convert_engine(
+                engine, model, weights, recipe, calibration, folder, progress
+            )
+        shutil.rmtree(output / engine.name, ignore_errors=True)
+        folder.rename(output / engine.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    result = entry(engine, verified)
-    if recipe is not None:
-        result |= made
-    return result
+    return entry(engine, verified) | converted
 
 
 def entry(engine: Engine, verified: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ many of the prompts are done.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from export.files import write_whole
 from export.graph import ExportError
 from export.stored import first_line
 
@@ -109,10 +109,5 @@ def save_calibration(
     # One key: safetensors writes several in a random order, and the same run shall give the same
     # bytes.
     data = save(tensors, {METADATA: json.dumps(settings, sort_keys=True)})
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, data)
     return Calibration(path, settings, tensors)

@@ -10,8 +10,8 @@ comes out of them is cast to the type that the layer computes in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import ml_dtypes
 import numpy as np
@@ -144,15 +144,12 @@ class _Quantizer:
         x = self._as(first.node, exact, x.dtype)
         for layer in group:
             weight = self.weights.pop(layer.weight.name)
-            rows = partial(_read, weight)
             if factors is not None:
-                rows = partial(_smoothed, weight, factors)
-            stored = self._store(layer.weight.name, weight.shape, dtype, partial(_rows, rows, kind))
+                weight = replace(weight, pieces=partial(_smoothed, weight, factors))
+            part = partial(_part, weight, kind)
+            stored = self._store(layer.weight.name, weight.shape, dtype, partial(part, 0))
             scales = self._store(
-                f"{layer.name}.weight_scale",
-                weight.shape[:1],
-                FLOAT,
-                partial(_row_scales, rows, kind),
+                f"{layer.name}.weight_scale", weight.shape[:1], FLOAT, partial(part, 1)
             )
             wide = self._node(
                 layer.first_node,
@@ -189,13 +186,13 @@ class _Quantizer:
                     f"{layer.name} has {weight.shape[-1]} input channels; NVFP4 takes multiples "
                     f"of {BLOCK}"
                 )
-            read = partial(_read, weight)
-            stored = self._store(layer.weight.name, weight.shape, FP4, partial(_fp4_elements, read))
+            part = partial(_part, weight, "nvfp4")
+            stored = self._store(layer.weight.name, weight.shape, FP4, partial(part, 0))
             block_shape = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
             block_scales = self._store(
-                f"{layer.name}.block_scale", block_shape, FP8, partial(_fp4_scales, read)
+                f"{layer.name}.block_scale", block_shape, FP8, partial(part, 1)
             )
-            over = self._store(f"{layer.name}.weight_scale", (), FLOAT, partial(_fp4_overall, read))
+            over = self._store(f"{layer.name}.weight_scale", (), FLOAT, partial(part, 2))
             wide = self._blocks(
                 layer.first_node, stored, block_scales, over, f"{layer.name}/weight"
             )
@@ -283,30 +280,38 @@ def smoothing(activations: np.ndarray, weights: np.ndarray, alpha: float) -> np.
     return np.exp2(np.rint(np.log2(factors))).astype(np.float32)
 
 
+def _part(weight: Weight, kind: str, number: int) -> Iterator[np.ndarray]:
+    """One of the tensors that a weight is stored as."""
+    yield _quantized(weight, kind)[number]
+
+
+@lru_cache(maxsize=1)  # they are written behind each other
+def _quantized(weight: Weight, kind: str) -> tuple[np.ndarray, ...]:
+    """A weight as it is stored: elements, of NVFP4 two to a byte, then scales."""
+    array = _read(weight)
+    if kind != "nvfp4":
+        return scaled(array, kind)
+    elements, scales, overall = nvfp4(array)
+    codes = elements.reshape(-1).view(np.uint8)
+    return codes[0::2] | codes[1::2] << 4, scales, np.array(overall)  # the first one is lower
+
+
 def _read(weight: Weight) -> np.ndarray:
     return np.concatenate([piece.reshape(-1) for piece in weight.pieces()]).reshape(weight.shape)
 
 
-def _smoothed(weight: Weight, factors: np.ndarray) -> np.ndarray:
-    return _read(weight) * factors
+def _smoothed(weight: Weight, factors: np.ndarray) -> Iterator[np.ndarray]:
+    yield _read(weight) * factors
 
 
-def _scales_of_rows(array: np.ndarray, kind: str) -> np.ndarray:
+def scaled(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """FP32 [out, ...] → (FP8 E4M3 or INT8 [out, ...], FP32 [out]): elements and their scales."""
     amax = np.abs(array.reshape(len(array), -1)).max(1)
-    return np.maximum(amax / np.float32(LARGEST[kind]), SMALLEST).astype(np.float32)
-
-
-def _row_scales(read: Callable[[], np.ndarray], kind: str) -> Iterator[np.ndarray]:
-    yield _scales_of_rows(read(), kind)
-
-
-def _rows(read: Callable[[], np.ndarray], kind: str) -> Iterator[np.ndarray]:
-    array = read()
-    scales = _scales_of_rows(array, kind).reshape(-1, *[1] * (array.ndim - 1))
+    scales = np.maximum(amax / np.float32(LARGEST[kind]), SMALLEST).astype(np.float32)
+    quotients = array / scales.reshape(-1, *[1] * (array.ndim - 1))
     if kind == "fp8":
-        yield (array / scales).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
-    else:
-        yield np.rint(array / scales).clip(-127, 127).astype(np.int8)
+        return quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn), scales
+    return np.rint(quotients).clip(-127, 127).astype(np.int8), scales
 
 
 def nvfp4(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
@@ -322,17 +327,3 @@ def nvfp4(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
     with np.errstate(divide="ignore", invalid="ignore"):
         elements = np.where(wide > 0, blocks / wide, 0).clip(-6, 6)
     return elements.astype(ml_dtypes.float4_e2m1fn).reshape(array.shape), scales, overall
-
-
-def _fp4_elements(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
-    """Two to a byte, the first one in the lower half."""
-    codes = nvfp4(read())[0].reshape(-1).view(np.uint8)
-    yield codes[0::2] | codes[1::2] << 4
-
-
-def _fp4_scales(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
-    yield nvfp4(read())[1]
-
-
-def _fp4_overall(read: Callable[[], np.ndarray]) -> Iterator[np.ndarray]:
-    yield np.array(nvfp4(read())[2])

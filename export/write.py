@@ -109,7 +109,7 @@ def save(
     name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
 ) -> None:
     """Writes the graph, and the weights that it uses behind each other into its data file."""
-    used = {key: weights[key] for key in model.graph.initializers if key in weights}
+    used = {key: weight for key, weight in weights.items() if key in model.graph.initializers}
     offsets = {}
     end = 0
     for key, weight in used.items():

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from build.progress import ProgressBar, say_once
+from build.profile import BuildError
+from build.progress import ProgressBar
+from build.tiny import CHECKPOINT, ROOT, export_tiny
 from quality.gate import Gate, QualityError, load_gate
 
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "checkpoints" / "tiny"
 TINY_GATE = ROOT / "quality" / "gates" / "tiny"
-TINY_REPOSITORY = ROOT / "artifacts" / "demo"  # that of `make demo`
 MISSED, FAILED = 1, 2
 
 
@@ -51,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--reference", type=Path, help="an earlier run to compare with; by default the gate's"
     )
     reference = commands.add_parser("reference", help="run a gate through diffusers")
-    reference.add_argument("--checkpoint", type=Path, default=TINY, help="diffusers layout")
+    reference.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="diffusers layout")
     for command in (run, reference):
         command.add_argument("--out", type=Path, required=True, help="the folder to write")
         command.add_argument(
@@ -150,31 +148,18 @@ def source(options: argparse.Namespace) -> Iterator[Any]:
         with Served(options.server) as served:
             yield served
         return
-    if options.repository is None:
-        export_tiny()
+    from export import CheckpointError, ExportError
+
     try:
-        server = TritonServer(options.repository or TINY_REPOSITORY, options.profile)
+        server = TritonServer(options.repository or export_tiny(), options.profile)
         server.start()
-    except ServeError as error:
+    except (BuildError, CheckpointError, ExportError, ServeError, OSError) as error:
         raise QualityError(str(error)) from None
     try:
         with Served(server.grpc_url) as served:
             yield served
     finally:
         server.stop()
-
-
-def export_tiny() -> None:
-    from build.assemble import assemble
-    from build.profile import BuildError, load_profile
-    from export import CheckpointError, ExportError
-
-    try:
-        assemble(
-            TINY, load_profile("cpu"), TINY_REPOSITORY, "auto", say_once(), os.cpu_count() or 1
-        )
-    except (BuildError, CheckpointError, ExportError, OSError) as error:
-        raise QualityError(str(error)) from None
 
 
 def report(gate: Gate, result: dict[str, Any], out: Path) -> None:

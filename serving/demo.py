@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
 
+from build.profile import BuildError
+from build.tiny import REPOSITORY, export_tiny
 from serving.errors import ServeError
 from serving.server import TritonServer
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
 
 def output_problem(path: Path) -> str | None:
@@ -31,12 +31,9 @@ def main() -> int:
     parser.add_argument("--prompt", required=True, help="what to draw; see checkpoints/tiny")
     parser.add_argument("--output", type=Path, required=True, help="the picture to write")
     parser.add_argument("--seed", type=int, help="random by default")
-    parser.add_argument("--repository", type=Path, default=Path("artifacts/demo"))
+    parser.add_argument("--repository", type=Path, default=REPOSITORY)
     arguments = parser.parse_args()
     # These import torch and diffusers, which takes seconds: --help need not wait for them.
-    from build.assemble import assemble
-    from build.profile import BuildError, load_profile
-    from build.progress import say_once
     from export import CheckpointError, ExportError
     from qwen_image_client import Client, QwenImageError
 
@@ -46,16 +43,10 @@ def main() -> int:
         print(f"demo failed: {problem}", file=sys.stderr)
         return 1
     try:
-        assemble(
-            CHECKPOINT,
-            load_profile("cpu"),
-            arguments.repository.resolve(),
-            progress=say_once(),
-            workers=os.cpu_count() or 1,
-        )
+        repository = export_tiny(arguments.repository.resolve())
         print("starting the server …", flush=True)
         with (
-            TritonServer(arguments.repository) as server,
+            TritonServer(repository) as server,
             Client(server.grpc_url) as client,
         ):
             print(f"asking {server.grpc_url} for {arguments.prompt!r} …", flush=True)

@@ -260,16 +260,21 @@ def test_messages_go_to_logging(chain, caplog):
     assert logging.DEBUG in {record.levelno for record in caplog.records}
 
 
-def test_an_interrupted_build_leaves_nothing_new(chain):
+def test_an_interrupted_build_leaves_nothing_new(chain, monkeypatch):
     build(chain)
     before = {path.name: path.read_bytes() for path in chain.parent.iterdir()}
-    steps = []
+    steps, monitors = [], []
+    made = engine_builder._monitor
+    monkeypatch.setattr(
+        engine_builder, "_monitor", lambda *args: monitors.append(made(*args)) or monitors[-1]
+    )
 
     def interrupt(*progress):
         steps.append(progress)
         if len(steps) == 30:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)  # until the other thread has seen it
+            while not monitors[-1].cancelled:  # until the other thread has seen it
+                time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
         build(chain, progress=interrupt)
