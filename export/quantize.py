@@ -263,7 +263,7 @@ class _Quantizer:
         return value
 
     def _read(self, layer: Layer) -> np.ndarray:
-        return _read(self.weights[str(layer.weight.name)])
+        return self.weights[str(layer.weight.name)].read()
 
     def _amax(self, layer: Layer) -> float:
         return self.activations.amax(layer.name)
@@ -288,7 +288,7 @@ def _part(weight: Weight, kind: str, number: int) -> Iterator[np.ndarray]:
 @lru_cache(maxsize=1)  # they are written behind each other
 def _quantized(weight: Weight, kind: str) -> tuple[np.ndarray, ...]:
     """A weight as it is stored: elements, of NVFP4 two to a byte, then scales."""
-    array = _read(weight)
+    array = weight.read()
     if kind != "nvfp4":
         return scaled(array, kind)
     elements, scales, overall = nvfp4(array)
@@ -296,12 +296,8 @@ def _quantized(weight: Weight, kind: str) -> tuple[np.ndarray, ...]:
     return codes[0::2] | codes[1::2] << 4, scales, np.array(overall)  # the first one is lower
 
 
-def _read(weight: Weight) -> np.ndarray:
-    return np.concatenate([piece.reshape(-1) for piece in weight.pieces()]).reshape(weight.shape)
-
-
 def _smoothed(weight: Weight, factors: np.ndarray) -> Iterator[np.ndarray]:
-    yield _read(weight) * factors
+    yield weight.read() * factors
 
 
 def scaled(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
