@@ -1,6 +1,6 @@
 """The full-size DiT in FP8 and NVFP4, compiled by TensorRT-RTX for SM120.
 
-    python -m bench.compile_full_size [--blocks 60] [--recipes fp8,nvfp4] [--work DIR]
+    python -m bench.compile_full_size [--blocks 60] [--recipes fp8 nvfp4] [--work DIR]
 
 Needs neither a checkpoint nor a GPU: random weights go through the export's own code into a graph
 of the real sizes, and TensorRT-RTX compiles it. Every step runs in a process of its own, whose time
@@ -26,7 +26,7 @@ import onnx
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from bench.common import GB, folder_gb, free_gb, in_process, write_result
+from bench.common import GB, check_space, folder_gb, in_process, positive, write_result
 from build.engine_builder import RTX, ShapeRange, build_engine
 from export.calibration import Calibration
 from export.convert import convert_engine
@@ -40,7 +40,7 @@ TARGET = "sm120"
 # Smallest, best and largest: one to four rows, 512² to 1664 · 928 pixels.
 BATCH, IMAGE_TOKENS, TEXT_TOKENS = (1, 2, 4), (1024, 4096, 6032), (16, 256, 1024)
 POOL, PIECE = 2**24, 2**22  # random numbers, and how many of them are a piece of a weight
-DISK_GB = 0.5  # for each block: the graph's weights, and the engine's
+BLOCK_GB = 0.5  # of disk: the weights in the graph and in the engine
 
 MAKE = """
 import sys; from pathlib import Path; from bench import compile_full_size
@@ -121,20 +121,16 @@ def shape_ranges(graph: onnx.ModelProto) -> dict[str, ShapeRange]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compile_full_size")
-    parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="of export/recipes/")
+    parser.add_argument("--blocks", type=positive, default=60)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--work", type=Path, help="folder for the temporary files")
     options = parser.parse_args()
+    check_space(parser, options.work, BLOCK_GB * options.blocks)
     result: dict[str, Any] = {"blocks": options.blocks}
-    for recipe in options.recipes.split(","):
+    for recipe in options.recipes:
         with tempfile.TemporaryDirectory(dir=options.work) as work:
             folder = Path(work)
-            if free_gb(folder) < DISK_GB * options.blocks:
-                parser.error(
-                    f"{folder} has {free_gb(folder):.0f} GB free; {options.blocks} blocks need "
-                    f"{DISK_GB * options.blocks:.0f}"
-                )
-            steps = result.setdefault(recipe, {})
+            steps = result[recipe] = dict[str, Any]()
             steps["make"] = in_process(MAKE, recipe, options.blocks, folder)
             steps["make"]["weights_gb"] = folder_gb(folder)
             print(write_result("compile_full_size", result), steps["make"], flush=True)
