@@ -118,9 +118,7 @@ def parse_profile(name: str, data: Any) -> Profile:
     _check_keys(where, data, ("description", "engines"), ("compute", "targets"))
     compute, targets = data.get("compute"), data.get("targets", [])
     if compute not in (None, *COMPUTE):
-        raise BuildError(
-            f"{where}: compute is {compute!r}; it must be one of {', '.join(COMPUTE)}"
-        )
+        raise BuildError(f"{where}: compute is {compute!r}; it must be one of {', '.join(COMPUTE)}")
     _check_keys(f"{where}, engines", data["engines"], tuple(SIZES))
     engines = {
         engine: _engine(f"{where}, {engine}", engine, fields)
@@ -141,9 +139,7 @@ def parse_profile(name: str, data: Any) -> Profile:
 
 
 def _engine(where: str, engine: str, data: Any) -> EngineProfile:
-    _check_keys(
-        where, data, ("runtime", "artifact", "precision"), ("shapes", "weight_streaming")
-    )
+    _check_keys(where, data, ("runtime", "artifact", "precision"), ("shapes", "weight_streaming"))
     runtime, artifact, precision = data["runtime"], data["artifact"], data["precision"]
     if runtime not in RUNTIMES:
         raise BuildError(
@@ -157,7 +153,9 @@ def _engine(where: str, engine: str, data: Any) -> EngineProfile:
         try:
             recipes = load_recipe(str(precision))
         except ExportError as error:
-            raise BuildError(f"{where}: precision is neither {FP32} nor a recipe: {error}") from None
+            raise BuildError(
+                f"{where}: precision is neither {FP32} nor a recipe: {error}"
+            ) from None
         if engine not in recipes:
             raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
     streaming = data.get("weight_streaming", False)
@@ -199,9 +197,7 @@ def _check_range(where: str, bounds: Any) -> None:
         )
 
 
-def _check_keys(
-    where: str, data: Any, needed: Iterable[str], optional: Iterable[str] = ()
-) -> None:
+def _check_keys(where: str, data: Any, needed: Iterable[str], optional: Iterable[str] = ()) -> None:
     if not isinstance(data, Mapping):
         raise BuildError(f"{where} must hold names and values, not {data!r}")
     known = [*needed, *optional]

@@ -20,7 +20,7 @@ def optimization_profiles(
     inputs: dimensions by name, free ones by the names that the graph gives them.
     dropped_tokens: how many tokens of its template the text encoder drops from its output.
     """
-    profiles = []
+    profiles: list[OptimizationProfile] = []
     for sizes in engine.shapes:
         known = complete_sizes(sizes, dropped_tokens)
         profiles.append(

@@ -1,8 +1,8 @@
 """TensorRT-RTX compiles every engine of every profile, on this machine, for cards that it is not.
 
 Precisions and shapes are the profiles' own; a new profile is covered by being there. Full TensorRT
-builds only on the card itself: for its profiles the same graphs are compiled for SM120 and SM89, and
-for the profile's own architectures where TensorRT-RTX knows them.
+builds only on the card itself: for its profiles the same graphs are compiled for SM120 and SM89,
+and for the profile's own architectures where TensorRT-RTX knows them.
 """
 
 from itertools import chain
