@@ -73,8 +73,12 @@ def main() -> int:
             return 1
         except OSError as error:
             bar.close()
-            where = error.filename or result
-            print(f"export failed: {where}: {error.strerror or error}", file=sys.stderr)
+            where = error.filename or (onnx if arguments.until == "onnx" else f"{onnx}, {result}")
+            print(
+                f"export failed: {where}: {error.strerror or error}; the same command goes on from "
+                f"what is finished in {onnx}",
+                file=sys.stderr,
+            )
             return 1
         bar.close()
     except KeyboardInterrupt:
