@@ -21,8 +21,8 @@ from serving.repository import check_repository
 from tests.conftest import ROOT
 from tests.make_checkpoint import cached_checkpoint
 
-# `make onnx` and `make export`, over two prompts of two steps, ended by a signal at a moment that is
-# given as what the progress bar is told.
+# `make onnx` and `make export`, over two prompts of two steps, ended by a signal at a moment that
+# is given as what the progress bar is told.
 SCRIPT = """
 import os, sys
 from pathlib import Path
