@@ -55,7 +55,7 @@ def verify(options: argparse.Namespace) -> int:
     out = options.out or Path("artifacts") / "verify" / options.profile
     tiny = options.checkpoint.resolve() == CHECKPOINT
     gate = load_gate(options.gate or GATES / ("tiny" if tiny else "general"))
-    build = ["build", "--checkpoint", options.checkpoint, "--profile", options.profile]
+    build = ["build", "export", "--checkpoint", options.checkpoint, "--profile", options.profile]
     build += ["--repository", repository]
     build += ["--calibration", options.calibration] if options.calibration else []
     _run(*build)

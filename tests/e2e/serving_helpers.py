@@ -172,5 +172,5 @@ def perturb(repository: Path, target: Path, layer: str) -> Path:
     data.write_bytes(content)
     described = manifest.read(target)
     (target / "manifest.json").unlink()
-    manifest.write(target, {**described, "files": manifest.list_files(target)})
+    manifest.write(target, {**described, "files": manifest.list_files(target, {})})
     return target
