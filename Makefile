@@ -16,7 +16,7 @@ STAGES = --verify "$(VERIFY)" $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") \
     $(if $(ONNX),--onnx "$(ONNX)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 MODELS := tokenize denoise encode_image
 
-.PHONY: help setup demo test lint format onnx export calibrate serve quality bench clean
+.PHONY: help setup demo test lint format onnx export calibrate serve quality verify bench clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,7 +42,7 @@ test: setup  ## run all tests
 lint: setup  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy export build serving quality training bench client/qwen_image_client tests/make_checkpoint.py
+	$(BIN)/mypy export build serving quality verification training bench client/qwen_image_client tests/make_checkpoint.py
 	@for model in $(MODELS); do \
 	    folder=model_repository/$$model/1; \
 	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \
@@ -75,6 +75,12 @@ quality: setup  ## measure the pictures [OUT= SERVER=<host:port> | REPOSITORY= P
 	@$(BIN)/python -m quality run --out "$(OUT)" $(if $(SERVER),--server "$(SERVER)") \
 	    $(if $(filter-out file,$(origin REPOSITORY)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
 	    $(if $(GATE),--gate "$(GATE)") $(if $(REFERENCE),--reference "$(REFERENCE)")
+
+verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<dir> PROFILE=<name> [GATE= OUT=]
+	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make verify CHECKPOINT=<dir>" >&2; exit 1; }
+	@$(BIN)/python -m verification --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
+	    --repository "$(REPOSITORY)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)") \
+	    $(if $(GATE),--gate "$(GATE)") $(if $(OUT),--out "$(OUT)")
 
 bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
 	$(BIN)/python -m bench.serving

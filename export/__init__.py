@@ -25,8 +25,9 @@ from export.files import write_whole
 from export.graph import ExportError
 from export.progress import Progress, ignore_progress
 from export.recipe import EngineRecipe
+from export.source import Planned, Written
 from export.verify import verify_engine
-from export.write import DATA, MODEL, write_engine
+from export.write import DATA, MODEL, plan_engine, write_engine
 
 __all__ = [
     "Checkpoint",
@@ -55,12 +56,12 @@ def export_checkpoint(
     """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
-    Engines that `recipe` names are converted after their check, with the ranges in `calibration` (a
-    file of `export.calibrate`). An engine's folder appears only when it is done; then `finished` is
-    called with its name and manifest entry. Engines in `kept`, which has the entries of those that
-    are there already, are passed over. With more than one of `workers`, so many engines at a time
-    are exported, by forked processes. Returns for each engine its manifest entry. Raises
-    CheckpointError, ExportError, OSError; ValueError for another `verify`.
+    Engines that `recipe` names are converted after their check in FP32, with the ranges in
+    `calibration` (a file of `export.calibrate`). An engine's folder appears only when it is done;
+    then `finished` is called with its name and manifest entry. Engines in `kept`, which has the
+    entries of those that are there already, are passed over. With more than one of `workers`, so
+    many engines at a time are exported, by forked processes. Returns for each engine its manifest
+    entry. Raises CheckpointError, ExportError, OSError; ValueError for another `verify`.
     """
     if verify not in ("auto", "full"):
         raise ValueError(f"verify is {verify!r}, but it must be auto or full")
@@ -146,15 +147,23 @@ def export_engine(
     recipe: EngineRecipe | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """Writes, checks and converts OUTPUT/<engine>; returns its manifest entry."""
+    """Checks, converts and writes OUTPUT/<engine>; returns its manifest entry.
+
+    What a recipe converts is never written in FP32, where it would be two to eight times as large.
+    """
     folder = output / f"{engine.name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     converted: dict[str, Any] = {}
     try:
-        model, weights = write_engine(engine, checkpoint, folder, progress)
-        verified = verify_engine(engine, checkpoint, folder, verify, progress)
-        if recipe is not None:
+        if recipe is None:
+            write_engine(engine, checkpoint, folder, progress)
+            source: Written | Planned = Written(engine.name, folder)
+            verified = verify_engine(engine, checkpoint, source, verify, progress)
+        else:
+            model, weights = plan_engine(engine, checkpoint, progress)
+            source = Planned(engine.name, model, weights)
+            verified = verify_engine(engine, checkpoint, source, verify, progress)
             converted = convert_engine(
                 engine, model, weights, recipe, calibration, folder, progress
             )

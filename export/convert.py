@@ -18,6 +18,8 @@ from export.progress import Progress
 from export.quantize import Activations, layers, quantize
 from export.recipe import EngineRecipe
 from export.simulate import simulate
+from export.source import read_graph
+from export.verify import check_written
 from export.write import Weight, save
 
 
@@ -30,11 +32,11 @@ def convert_engine(
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Overwrites the engine's files in `folder`; returns what the manifest says of it.
+    """Writes the engine's files to `folder` and checks them; returns what the manifest says of it.
 
     In FP32 NVFP4 layers are simulated, since no runtime but TensorRT has them.
 
-    model, weights: what `write_engine` returned; `model` is changed. Raises ExportError.
+    model, weights: what `plan_engine` returned; `model` is changed. Raises ExportError.
     """
     found = layers(model, weights)
     formats = recipe.assign(found, engine.blocks)
@@ -55,9 +57,17 @@ def convert_engine(
     if recipe.compute == "fp32" and "nvfp4" in formats.values():
         # Nothing but TensorRT computes its form.
         with tempfile.TemporaryDirectory(dir=folder) as form:
-            save(engine.name, model, converted, Path(form), progress)
+            write_checked(engine.name, model, converted, Path(form), progress)
             simulate(Path(form), folder)
+        read_graph(engine.name, folder)
     else:
-        save(engine.name, model, converted, folder, progress)
+        write_checked(engine.name, model, converted, folder, progress)
     counts = Counter(formats.get(name, recipe.compute) for name in found)
     return {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}
+
+
+def write_checked(
+    name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
+) -> None:
+    sums = save(name, model, weights, folder, progress)
+    check_written(name, folder, sums, progress)

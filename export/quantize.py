@@ -16,9 +16,11 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from export.cast import insert_cast
 from export.graph import ExportError
+from export.rows import by_rows
 from export.write import Weight
 
 FLOAT = ir.DataType.FLOAT
@@ -263,7 +265,7 @@ class _Quantizer:
         return value
 
     def _read(self, layer: Layer) -> np.ndarray:
-        return _read(self.weights[str(layer.weight.name)])
+        return self.weights[str(layer.weight.name)].read()
 
     def _amax(self, layer: Layer) -> float:
         return self.activations.amax(layer.name)
@@ -288,7 +290,7 @@ def _part(weight: Weight, kind: str, number: int) -> Iterator[np.ndarray]:
 @lru_cache(maxsize=1)  # they are written behind each other
 def _quantized(weight: Weight, kind: str) -> tuple[np.ndarray, ...]:
     """A weight as it is stored: elements, of NVFP4 two to a byte, then scales."""
-    array = _read(weight)
+    array = weight.read()
     if kind != "nvfp4":
         return scaled(array, kind)
     elements, scales, overall = nvfp4(array)
@@ -296,12 +298,8 @@ def _quantized(weight: Weight, kind: str) -> tuple[np.ndarray, ...]:
     return codes[0::2] | codes[1::2] << 4, scales, np.array(overall)  # the first one is lower
 
 
-def _read(weight: Weight) -> np.ndarray:
-    return np.concatenate([piece.reshape(-1) for piece in weight.pieces()]).reshape(weight.shape)
-
-
 def _smoothed(weight: Weight, factors: np.ndarray) -> Iterator[np.ndarray]:
-    yield _read(weight) * factors
+    yield weight.read() * factors
 
 
 def scaled(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -310,7 +308,7 @@ def scaled(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     scales = np.maximum(amax / np.float32(LARGEST[kind]), SMALLEST).astype(np.float32)
     quotients = array / scales.reshape(-1, *[1] * (array.ndim - 1))
     if kind == "fp8":
-        return quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn), scales
+        return to_e4m3(quotients.clip(-448, 448)), scales
     return np.rint(quotients).clip(-127, 127).astype(np.int8), scales
 
 
@@ -320,10 +318,33 @@ def nvfp4(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
     overall = np.float32(
         max(float(np.abs(array).max()) / (LARGEST["fp4"] * LARGEST["fp8"]), SMALLEST)
     )
+    elements, scales = by_rows(partial(_blocks, overall=overall), array)
+    return elements, scales, overall
+
+
+def _blocks(array: np.ndarray, overall: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Elements and block scales of some rows."""
     blocks = array.reshape(*array.shape[:-1], -1, BLOCK)
     scales = (np.abs(blocks).max(-1) / np.float32(LARGEST["fp4"]) / overall).clip(0, 448)
     scales = scales.astype(ml_dtypes.float8_e4m3fn)
     wide = scales.astype(np.float32)[..., None] * overall
     with np.errstate(divide="ignore", invalid="ignore"):
         elements = np.where(wide > 0, blocks / wide, 0).clip(-6, 6)
-    return elements.astype(ml_dtypes.float4_e2m1fn).reshape(array.shape), scales, overall
+    return to_e2m1(elements).reshape(array.shape), scales
+
+
+def to_e4m3(array: np.ndarray) -> np.ndarray:
+    """FP32 from -448 to 448 → E4M3; as ml_dtypes casts it, but by torch, on all cores."""
+    bits = torch.from_numpy(array).to(torch.float8_e4m3fn).view(torch.uint8)
+    return bits.numpy().view(ml_dtypes.float8_e4m3fn)
+
+
+def to_e2m1(array: np.ndarray) -> np.ndarray:
+    """FP32 from -6 to 6 → E2M1, ties to even; as ml_dtypes casts it, and five times as fast."""
+    magnitudes = np.abs(array)
+    codes = np.signbit(array).view(np.uint8) << 3
+    # Between the codes 0 to 7 for 0, 0.5, 1, 1.5, 2, 3, 4 and 6: a tie belongs to the even one.
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        beyond = np.greater_equal if i % 2 else np.greater
+        codes += beyond(magnitudes, np.float32(middle)).view(np.uint8)
+    return codes.view(ml_dtypes.float4_e2m1fn)

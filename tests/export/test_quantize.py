@@ -12,10 +12,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from export import ExportError
+from export import ExportError, rows
 from export.calibration import Calibration
 from export.convert import convert_engine
-from export.quantize import Activations, layers, nvfp4, quantize, smoothing
+from export.quantize import (
+    Activations,
+    layers,
+    nvfp4,
+    quantize,
+    smoothing,
+    to_e2m1,
+    to_e4m3,
+)
 from export.recipe import RECIPES, load_recipe, parse_recipe
 from export.simulate import simulate
 from export.write import Weight, save
@@ -60,6 +68,27 @@ def test_nvfp4_of_nought() -> None:
     elements, scales, overall = nvfp4(np.zeros((2, 16), np.float32))
     assert overall > 0
     assert not elements.astype(np.float32).any() and not scales.astype(np.float32).any()
+
+
+@pytest.mark.parametrize(
+    ("cast", "largest", "dtype"),
+    [(to_e4m3, 448, ml_dtypes.float8_e4m3fn), (to_e2m1, 6, ml_dtypes.float4_e2m1fn)],
+)
+def test_casts_are_those_of_ml_dtypes(cast: Any, largest: int, dtype: Any) -> None:
+    """Every number that BF16 has, and every tie."""
+    bf16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    ties = np.arange(-largest * 2048, largest * 2048 + 1, dtype=np.float32) / 2048
+    for array in (bf16[np.isfinite(bf16)].clip(-largest, largest), ties):
+        assert cast(array).dtype == dtype
+        assert cast(array).tobytes() == array.astype(dtype).tobytes()
+
+
+def test_nvfp4_is_the_same_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.random.default_rng(0).standard_normal((37, 64)).astype(np.float32)
+    whole = nvfp4(array)
+    monkeypatch.setattr(rows, "STRETCH", 3 * 64)
+    for one, other in zip(nvfp4(array), whole, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 def test_smoothing_evens_out_and_is_exact() -> None:

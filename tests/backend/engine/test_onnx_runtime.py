@@ -24,7 +24,7 @@ def engine(tmp_path):
 
 def test_it_runs_batches_of_any_size(engine):
     runtime = Runtime(engine, {})
-    assert runtime.inputs == [TensorSpec("x", np.float32)]
+    assert runtime.inputs == [TensorSpec("x", "FP32")]
     for rows in (1, 5):
         x = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
         assert np.array_equal(runtime.run({"x": x})["y"], 2 * x)
@@ -48,8 +48,8 @@ def test_wrong_shapes_are_one_sentence_that_names_them(engine):
 
 def test_a_config_that_disagrees_with_the_engine_names_both_sides(engine):
     actual = Runtime(engine, {}).inputs
-    check_signature("inputs", [TensorSpec("x", np.float32)], actual)
-    with pytest.raises(EngineError, match=r"config\.pbtxt has x int64, the engine has x float32"):
-        check_signature("inputs", [TensorSpec("x", np.int64)], actual)
+    check_signature("inputs", [TensorSpec("x", "FP32")], actual)
+    with pytest.raises(EngineError, match=r"config\.pbtxt has x INT64, the engine has x FP32"):
+        check_signature("inputs", [TensorSpec("x", "INT64")], actual)
     with pytest.raises(EngineError, match="inputs x, z differ"):
-        check_signature("inputs", [TensorSpec("z", np.float32)], actual)
+        check_signature("inputs", [TensorSpec("z", "FP32")], actual)
