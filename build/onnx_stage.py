@@ -23,6 +23,7 @@ from build.calibration import description, own_calibration
 from build.profile import FP32, BuildError, Profile
 from build.stage import make_stage, read_entry, read_stage, write_entry
 from export import Checkpoint, Progress, export_checkpoint
+from export.calibration import load_calibration
 from export.files import write_whole
 from export.recipe import EngineRecipe, load_recipe
 
@@ -50,8 +51,11 @@ def plan(
 ) -> dict[str, dict[str, Any]]:
     """What each engine's graph is made from.
 
-    checkpoint: its description. calibration: the file that was named. Raises ExportError, OSError.
+    checkpoint: its description. calibration: the file that was named. Raises ExportError if that
+    is not the checkpoint's.
     """
+    if calibration:
+        load_calibration(calibration, checkpoint["fingerprint"])
     ranges = manifest.digest(calibration) if calibration else description()
     recipes = recipes_of(profile)
     common = {

@@ -129,6 +129,22 @@ def test_engines_take_whatever_the_limits_let_through(profile):
     check_limits(MODELS, profile)
 
 
+@pytest.mark.parametrize("profile", profile_names())
+def test_denoise_speaks_the_type_of_the_engines_and_sits_with_them(profile):
+    (hidden,) = (
+        tensor for tensor in config(profile, "dit").input if tensor.name == "hidden_states"
+    )
+    dtype = model_config_pb2.DataType.Name(hidden.data_type)
+    assert f"TYPE_{parameter(profile, 'denoise', 'engine_dtype') or 'FP32'}" == dtype
+    (group,) = config(profile, "denoise").instance_group
+    kinds = model_config_pb2.ModelInstanceGroup
+    expected = (
+        ("cuda:0", kinds.KIND_GPU, [0]) if dtype == "TYPE_BF16" else ("cpu", kinds.KIND_CPU, [])
+    )
+    device = parameter(profile, "denoise", "engine_device") or "cpu"
+    assert (device, group.kind, list(group.gpus)) == expected
+
+
 def test_sizes_that_follow_from_others():
     sizes = {"batch": (1, 2, 8), "image_tokens": (4, 5, 6), "text_tokens": (1, 2, 3)}
     complete = complete_sizes(sizes, 34)

@@ -5,18 +5,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tensorrt_rtx
 
-from build import manifest
+from build import engine_builder, manifest
 from build.assemble import assemble
 from build.onnx_stage import open_onnx
 from build.profile import BuildError, load_profile
 from build.stage import read_entry
-from export.calibration import read_calibration
+from export import ExportError
+from export.calibration import read_calibration, save_calibration
 from serving.engines import Gpu, check_machine
 from serving.errors import ServeError
-from serving.installation import find_installation
+from serving.installation import Installation, find_installation
 from serving.repository import check_repository
 from tests.conftest import ROOT
 from tests.make_checkpoint import cached_checkpoint
@@ -165,6 +168,34 @@ def test_the_same_stage_serves_the_other_target(repository, onnx, tmp_path):
     assert not assemble(None, profile, repository, onnx=onnx, target="sm120")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of RTX: it times nothing
+def test_tensorrt_makes_plans_through_the_same_path(onnx, tmp_path, monkeypatch):
+    """TensorRT-RTX under the name of TensorRT: its API, without the other's need of a GPU."""
+    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt_rtx)
+    gpu = Gpu("NVIDIA H200", "sm90")
+    monkeypatch.setattr("build.engine_builder.find_gpu", lambda: engine_builder.Gpu(*gpu))
+    profile, repository = load_profile("h200"), tmp_path / "h200"
+    assert assemble(None, profile, repository, onnx=onnx)
+    assert not assemble(None, profile, repository, onnx=onnx)
+    contents = check_repository(repository, "h200")
+    for name, entry in contents["engines"].items():
+        assert (entry["library"], entry["artifact"]) == ("tensorrt", "model.plan")
+        assert (entry["target"], entry["device"]) == ("sm90", "NVIDIA H200")
+        assert len(entry["profiles"]) == len(profile.engines[name].shapes)
+    assert (onnx / "engines" / "sm90" / "timing.cache").stat().st_size > 100
+    triton = Installation(Path("/tritonserver"), {"tensorrt": Path("/")}, [], [])
+    version = ".".join(tensorrt_rtx.__version__.split(".")[:3])
+    check_machine(contents, triton, version, gpu)
+    with pytest.raises(ServeError, match=rf"built by TensorRT {version}, and the server here has"):
+        check_machine(contents, triton, "10.13.3", gpu)
+    # Timed on another card.
+    monkeypatch.setattr(
+        "build.engine_builder.find_gpu", lambda: engine_builder.Gpu("NVIDIA H100", "sm90")
+    )
+    assert assemble(None, profile, repository, onnx=onnx)
+    assert manifest.read(repository)["engines"]["dit"]["device"] == "NVIDIA H100"
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -203,6 +234,16 @@ def test_a_stage_of_other_recipes_or_code_is_refused(onnx, tmp_path, monkeypatch
     assert "`make onnx CHECKPOINT=<dir> PROFILE=ampere" in said
     monkeypatch.setattr("build.onnx_stage.sources", lambda: "other")
     assert "made by another version of this project's export/" in refused(onnx, tmp_path)
+
+
+def test_a_foreign_calibration_costs_nothing(onnx, tmp_path):
+    foreign = tmp_path / "ranges"
+    settings = {"format": 1, "checkpoint": "0" * 64, "done": 1, "total": 1}
+    save_calibration(foreign, settings, {})
+    options = {"onnx": onnx, "calibration": foreign}
+    with pytest.raises(ExportError, match="was made from another checkpoint"):
+        assemble(cached_checkpoint(blocks=1), load_profile("rtx"), tmp_path / "r", **options)
+    assert open_onnx(load_profile("rtx"), onnx).engines.keys() == set(ENGINES)
 
 
 def test_a_folder_that_was_damaged_on_its_way_is_refused(onnx, tmp_path):
