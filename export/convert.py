@@ -52,6 +52,7 @@ def convert_engine(
         activations = Activations(
             lambda name: calibration.amax(f"{engine.name}/{name}"),
             lambda name: calibration.channels(f"{engine.name}/{name}"),
+            lambda name: calibration.squares(f"{engine.name}/{name}"),
         )
         converted = quantize(model, converted, formats, activations, recipe.smooth)
     if recipe.compute == "fp32" and "nvfp4" in formats.values():

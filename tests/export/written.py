@@ -57,6 +57,7 @@ class Written:
         path = (folder or self.folder / name) / "model.onnx"
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return session.run(None, self.inputs[name])[0]
 
@@ -76,11 +77,13 @@ class Written:
         values |= self.inputs[name]
         tensors = {}
         for layer in found.values():
-            value = np.abs(values[str(layer.activation.name)])
+            value = values[str(layer.activation.name)]
             axis = 1 if layer.node.op_type == "Conv" else -1
-            channels = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis]).max(0)
+            rows = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
+            channels = np.abs(rows).max(0)
             tensors[f"{name}/{layer.name}/amax"] = np.array(channels.max())
             tensors[f"{name}/{layer.name}/channels"] = channels
+            tensors[f"{name}/{layer.name}/squares"] = (rows**2).mean(0)
         return Calibration(path, {}, tensors)
 
     def convert(self, name: str, recipe: str, compute: str, folder: Path) -> dict[str, Any]:
