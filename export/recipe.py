@@ -10,6 +10,7 @@ A recipe is a file in `export/recipes/`. For each engine that it changes:
       smooth: 0.8                # only for int8: SmoothQuant's alpha
       edge_blocks: 2             # so many blocks at either end, at most a third of all, get
       edge_format: int8_weights  # another format; by default they stay in `compute`
+      attention: fp8             # only of dit: its attention in FP8 as well
 
 A layer is a matrix multiplication or convolution with a weight; its name is the weight's in the
 checkpoint, without ".weight". Every layer must match exactly one pattern.
@@ -44,6 +45,7 @@ class EngineRecipe:
     smooth: float | None = None
     edge_blocks: int = 0
     edge_format: str = "keep"
+    attention: str | None = None
 
     def assign(self, layers: Iterable[str], blocks: int) -> dict[str, str]:
         """The format of each layer that does not stay as it is.
@@ -102,7 +104,7 @@ def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
 def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
     if not isinstance(entry, dict):
         raise ExportError(f"{where} must hold names and values")
-    _check(where, entry, ("compute", "formats", "smooth", "edge_blocks", "edge_format"))
+    _check(where, entry, ("compute", "formats", "smooth", "edge_blocks", "edge_format", "attention"))
     compute = entry.get("compute", "fp32")
     if compute not in COMPUTE:
         raise ExportError(
@@ -123,7 +125,10 @@ def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
         raise ExportError(
             f"{where}: edge_format is {edge_format!r}; it must be one of {', '.join(FORMATS)}"
         )
-    return EngineRecipe(name, where, compute, formats, smooth, edge, edge_format)
+    attention = entry.get("attention")
+    if attention not in (None, "fp8") or (attention and not where.endswith(", dit")):
+        raise ExportError(f"{where}: attention is {attention!r}; it can be fp8, for dit alone")
+    return EngineRecipe(name, where, compute, formats, smooth, edge, edge_format, attention)
 
 
 def _check(where: str, values: dict[str, Any], known: tuple[str, ...]) -> None:

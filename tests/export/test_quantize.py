@@ -254,6 +254,7 @@ def test_edge_blocks_have_their_own_format() -> None:
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
+        ({"attention": "int8"}, "attention is 'int8'; it can be fp8, for dit alone"),
         ({"formats": {"fp8": ["a.*"]}}, "the layer b.0 matches no pattern, not just one"),
         (
             {"formats": {"fp8": ["*"], "keep": ["b.*"]}},
@@ -332,3 +333,15 @@ def test_a_quantizing_recipe_needs_ranges(written: Written, tmp_path: Path) -> N
     empty = Calibration(tmp_path / "c", {}, {})
     with pytest.raises(ExportError, match=r"has no range of dit/transformer_blocks\.2"):
         convert_engine(written.engines["dit"], model, weights, recipe, empty, tmp_path, ignore)
+
+
+def test_fp8_attention_computes_nearly_the_same(written: Written, tmp_path: Path) -> None:
+    """With its layers as in the recipe fp8: a little less exact than these alone."""
+    (tmp_path / "layers").mkdir()
+    written.convert("dit", "fp8", "fp32", tmp_path / "layers")
+    made = written.convert("dit", "fp8-attention", "fp32", tmp_path)
+    assert made["attention"] == "fp8"
+    exact, alone = written.run("dit"), written.run("dit", tmp_path / "layers")
+    both = written.run("dit", tmp_path)
+    assert 0.97 < cosine(both, exact) < 0.999999
+    assert 1e-4 < 1 - cosine(both, alone) < 1e-2
