@@ -10,7 +10,14 @@ from typing import Any
 from build import manifest
 from build.engine_builder import Machine
 from build.engines import build_engines, check_target, engine_folder, machine_for
-from build.onnx_stage import DESCRIPTION, ROOT, OnnxStage, make_onnx, open_onnx, plan
+from build.onnx_stage import (
+    DESCRIPTION,
+    ROOT,
+    OnnxStage,
+    make_onnx,
+    open_onnx,
+    plan,
+)
 from build.profile import PROFILES, BuildError, Profile
 from build.stage import Checksums, place
 from build.swap import locked, replaced_when_done
@@ -50,6 +57,10 @@ def assemble(
     """
     check_target(profile, target)
     folder = onnx or repository.with_name(f"{repository.name}.onnx")
+    if repository.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise BuildError(
+            f"the stages cannot be in {folder}: it is in {repository}, which is replaced as a whole"
+        )
     checkpoint = Checkpoint(checkpoint_path) if checkpoint_path else None
     with locked(folder):
         if checkpoint:

@@ -23,9 +23,11 @@ from build.calibration import description, own_calibration
 from build.profile import FP32, BuildError, Profile
 from build.stage import make_stage, read_entry, read_stage, write_entry
 from export import Checkpoint, Progress, export_checkpoint
+from export.files import write_whole
 from export.recipe import EngineRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
+MARKER = "onnx.json"
 CALIBRATION = "calibration.safetensors"
 DESCRIPTION = "checkpoint"
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxscript")
@@ -76,7 +78,11 @@ def make_onnx(
     workers: int,
     calibration: Path | None,
 ) -> OnnxStage:
-    """Makes the folder, or what it lacks. Raises CheckpointError, ExportError, OSError."""
+    """Makes the folder, or what it lacks. Raises BuildError, CheckpointError, ExportError,
+    OSError."""
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / MARKER, b'{"format": 1}\n')
     planned = plan(checkpoint.describe(), profile, calibration)
     kept = {}
     for name, made_from in planned.items():
@@ -118,6 +124,13 @@ def make_onnx(
         )
     make_stage(folder / DESCRIPTION, whole, describe)
     return open_onnx(profile, folder, intact=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises BuildError if the folder holds something else, such as a checkpoint, whose folders
+    have the same names."""
+    if folder.exists() and not (folder / MARKER).is_file() and any(folder.iterdir()):
+        raise BuildError(f"{folder} is not empty and holds no ONNX stage: name another folder")
 
 
 def open_onnx(profile: Profile, folder: Path, intact: bool = False) -> OnnxStage:

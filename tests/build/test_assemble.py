@@ -131,6 +131,23 @@ def test_another_checkpoint_is_exported_anew(
         assert len(calls) == 4 * number
 
 
+@pytest.mark.parametrize("changed", ["versions", "sources"])
+def test_stages_of_other_versions_or_code_are_made_anew(
+    changed, repository, checkpoint, tmp_path, monkeypatch
+):
+    calls = []
+    exporter = exporter_that_takes(repository, calls)
+    monkeypatch.setattr("build.onnx_stage.export_checkpoint", exporter)
+    target = tmp_path / "repository"
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    shutil.rmtree(target)
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    assert len(calls) == 4  # the stages were kept
+    monkeypatch.setattr(f"build.onnx_stage.{changed}", lambda: {"torch": "0"})
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    assert len(calls) == 8
+
+
 def test_an_interrupted_export_leaves_the_old_repository_untouched(tmp_path):
     target = tmp_path / "repository"
     target.mkdir()
@@ -174,6 +191,24 @@ def test_a_folder_with_other_contents_is_not_replaced(tmp_path, checkpoint):
     with pytest.raises(BuildError, match="holds no exported repository"):
         assemble(checkpoint, load_profile("cpu"), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_stages_do_not_replace_a_checkpoint(checkpoint, tmp_path):
+    """Its folders have the names of engines."""
+    mine = tmp_path / "mine"
+    shutil.copytree(checkpoint, mine)
+    before = files_of(mine)
+    with pytest.raises(BuildError, match="mine is not empty and holds no ONNX stage"):
+        assemble(checkpoint, load_profile("cpu"), tmp_path / "repository", onnx=mine)
+    assert files_of(mine) == before
+
+
+@pytest.mark.parametrize("inside", ["", "stages"])
+def test_stages_are_not_within_the_repository(inside, checkpoint, tmp_path):
+    target = tmp_path / "repository"
+    with pytest.raises(BuildError, match=r"the stages cannot be in .*replaced as a whole"):
+        assemble(checkpoint, load_profile("cpu"), target, onnx=target / inside)
+    assert not target.exists()
 
 
 def test_an_unknown_profile_lists_those_there_are():
