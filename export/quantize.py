@@ -28,6 +28,7 @@ FLOAT = ir.DataType.FLOAT
 FP8, INT8, FP4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT8, ir.DataType.FLOAT4E2M1
 LARGEST = {"fp8": 448.0, "int8": 127.0, "fp4": 6.0}  # of E4M3FN, symmetric INT8, E2M1
 BLOCK = 16  # elements of NVFP4 that share a scale
+E4M3_SCALES = (2.0**-9, 448.0)  # a block's scale: not nought, so that it can be divided by
 # What the largest weight of a block may become, in E2M1's units: steps are finer below 4, and an
 # outlier may be cut for the others' sake. More candidates changed nothing measurable.
 BLOCK_PEAKS = (6.0, 5.5, 5.0, 4.5, 4.0, 6.5, 7.0, 7.5)
@@ -357,7 +358,7 @@ def _blocks(
     blocks = array.reshape(len(array), -1, BLOCK)
     scales = _block_scales(blocks, squares, overall)
     wide = scales.astype(np.float32)[..., None] * overall
-    elements = (blocks * _inverse(wide)).clip(-6, 6)
+    elements = (blocks / wide).clip(-6, 6)
     return to_e2m1(elements).reshape(array.shape), scales
 
 
@@ -368,18 +369,13 @@ def _block_scales(blocks: np.ndarray, squares: np.ndarray, overall: np.float32) 
     least = np.full(amax.shape, np.inf, np.float32)
     best = np.zeros(amax.shape, ml_dtypes.float8_e4m3fn)
     for peak in BLOCK_PEAKS:
-        scales = (amax / (np.float32(peak) * overall)).clip(0, 448).astype(best.dtype)
+        scales = (amax / (np.float32(peak) * overall)).clip(*E4M3_SCALES).astype(best.dtype)
         wide = scales.astype(np.float32)[..., None] * overall
-        errors = nearest_e2m1(magnitudes * _inverse(wide)) * wide - magnitudes
+        errors = nearest_e2m1(magnitudes / wide) * wide - magnitudes
         error = np.einsum("...i,...i,...i->...", errors, errors, squares)
         better = error < least
         least[better], best[better] = error[better], scales[better]
     return best
-
-
-def _inverse(scales: np.ndarray) -> np.ndarray:
-    """1 / scales, and 0 for 0: a block with such a scale is nought."""
-    return np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
 
 
 def to_e4m3(array: np.ndarray) -> np.ndarray:

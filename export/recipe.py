@@ -104,7 +104,9 @@ def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
 def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
     if not isinstance(entry, dict):
         raise ExportError(f"{where} must hold names and values")
-    _check(where, entry, ("compute", "formats", "smooth", "edge_blocks", "edge_format", "attention"))
+    _check(
+        where, entry, ("compute", "formats", "smooth", "edge_blocks", "edge_format", "attention")
+    )
     compute = entry.get("compute", "fp32")
     if compute not in COMPUTE:
         raise ExportError(
