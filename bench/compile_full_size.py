@@ -3,9 +3,9 @@
     python -m bench.compile_full_size [--blocks 60] [--recipes fp8 nvfp4] [--work DIR]
 
 Needs neither a checkpoint nor a GPU: random weights go through the export's own code into a graph
-of the real sizes, and TensorRT-RTX compiles it. Every step runs in a process of its own, whose time
-and peak memory are told, and the result is written after every step. 60 blocks need 30 GB of disk
-in DIR.
+of the real sizes, and TensorRT-RTX compiles it. Both precisions run side by side, every step in a
+process of its own, whose time and peak memory are told; the result is written after every step.
+60 blocks need 45 GB of disk in DIR.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import argparse
 import math
 import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,11 +42,11 @@ TARGET = "sm120"
 # Smallest, best and largest: one to four rows, 512² to 1664 · 928 pixels.
 BATCH, IMAGE_TOKENS, TEXT_TOKENS = (1, 2, 4), (1024, 4096, 6032), (16, 256, 1024)
 POOL, PIECE = 2**24, 2**22  # random numbers, and how many of them are a piece of a weight
-BLOCK_GB = 0.5  # of disk: the weights in the graph and in the engine
+BLOCK_GB = {"fp8": 0.47, "nvfp4": 0.28}  # of disk: its weights in the graph and in the engine
 
 MAKE = """
 import sys; from pathlib import Path; from bench import compile_full_size
-result = compile_full_size.make(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+result = compile_full_size.make(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 """
 COMPILE = """
 import sys; from pathlib import Path; from bench import compile_full_size
@@ -69,7 +71,7 @@ class RandomTensor:
             yield self.pool[first : first + min(PIECE, math.prod(self.shape) - done)] * scale
 
 
-def make(recipe: str, blocks: int, folder: Path) -> dict[str, Any]:
+def make(folder: Path, recipe: str, blocks: int) -> dict[str, Any]:
     """Writes the DiT, converted by a recipe, to `folder`."""
     with torch.device("meta"):
         transformer = QwenImageTransformer2DModel(num_layers=blocks).eval()
@@ -83,13 +85,16 @@ def make(recipe: str, blocks: int, folder: Path) -> dict[str, Any]:
     engine = dit(checkpoint)
     model, weights = plan_engine(engine, checkpoint, ignore_progress)
     # Made up: neither size nor time depends on the ranges.
-    ranges = {
-        f"dit/{name}/amax".replace(".weight", ""): np.array(8, np.float32) for name in weights
-    }
+    ranges = {}
+    for name, weight in weights.items():
+        layer = f"dit/{name.removesuffix('.weight')}"
+        ranges[f"{layer}/amax"] = np.array(8, np.float32)
+        ranges[f"{layer}/squares"] = np.ones(weight.shape[-1], np.float32)
     calibration = Calibration(folder, {}, ranges)
-    return convert_engine(
+    made = convert_engine(
         engine, model, weights, load_recipe(recipe)["dit"], calibration, folder, ignore_progress
     )
+    return {"layers": made["layers"], "weights_gb": folder_gb(folder)}
 
 
 def compile_engine(folder: Path) -> dict[str, Any]:
@@ -125,17 +130,25 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--work", type=Path, help="folder for the temporary files")
     options = parser.parse_args()
-    check_space(parser, options.work, BLOCK_GB * options.blocks)
+    check_space(
+        parser, options.work, options.blocks * sum(BLOCK_GB[name] for name in options.recipes)
+    )
     result: dict[str, Any] = {"blocks": options.blocks}
-    for recipe in options.recipes:
+    writing = threading.Lock()
+
+    def step(recipe: str, name: str, code: str, folder: Path, *arguments: object) -> None:
+        done = in_process(code, folder, *arguments)
+        with writing:
+            result.setdefault(recipe, {})[name] = done
+            print(write_result("compile_full_size", result), recipe, name, done, flush=True)
+
+    def measure(recipe: str) -> None:
         with tempfile.TemporaryDirectory(dir=options.work) as work:
-            folder = Path(work)
-            steps = result[recipe] = dict[str, Any]()
-            steps["make"] = in_process(MAKE, recipe, options.blocks, folder)
-            steps["make"]["weights_gb"] = folder_gb(folder)
-            print(write_result("compile_full_size", result), steps["make"], flush=True)
-            steps["compile"] = in_process(COMPILE, folder)
-            print(write_result("compile_full_size", result), steps["compile"], flush=True)
+            step(recipe, "make", MAKE, Path(work), recipe, options.blocks)
+            step(recipe, "compile", COMPILE, Path(work))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(measure, options.recipes))
     return 0
 
 

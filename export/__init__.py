@@ -158,12 +158,13 @@ def export_engine(
     try:
         if recipe is None:
             write_engine(engine, checkpoint, folder, progress)
-            source: Written | Planned = Written(engine.name, folder)
-            verified = verify_engine(engine, checkpoint, source, verify, progress)
+            written = Written(engine.name, folder)
+            verified = verify_engine(engine, checkpoint, written, verify, progress)
         else:
             model, weights = plan_engine(engine, checkpoint, progress)
-            source = Planned(engine.name, model, weights)
-            verified = verify_engine(engine, checkpoint, source, verify, progress)
+            planned = Planned(engine.name, model, weights)
+            verified = verify_engine(engine, checkpoint, planned, verify, progress)
+            del planned  # with the weights that it has given last
             converted = convert_engine(
                 engine, model, weights, recipe, calibration, folder, progress
             )

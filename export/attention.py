@@ -7,7 +7,7 @@ the graph's own type: the form that NVIDIA's ModelOpt exports.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -19,17 +19,23 @@ _ORDER = {"query": (0, 2, 1, 3), "key": (0, 2, 3, 1), "value": (0, 2, 1, 3)}  # 
 
 
 def quantize_attention(
-    graph: ir.Graph, name_of: Callable[[ir.Node], str], amax: Callable[[str], float], size: int
+    graph: ir.Graph,
+    name_of: Callable[[ir.Node], str],
+    channels: Callable[[str], np.ndarray],
 ) -> None:
     """Replaces every Attention of the graph in place.
 
     Args:
         name_of: the attention module's name, such as `transformer_blocks.0.attn`.
-        amax: the largest absolute value of `<module>.query`, `.key` and `.value`.
-        size: of a head.
+        channels: the largest absolute values of `<module>.query`, `.key` and `.value`, FP32
+            [heads · head size].
     """
     for node in [node for node in graph if node.op_type == "Attention"]:
-        _Attention(graph, node, name_of(node), size).replace(amax)
+        name = name_of(node)
+        ranges = {part: channels(f"{name}.{part}") for part in PARTS}
+        size = len(ranges["query"]) // node.attributes["q_num_heads"].as_int()
+        attention = _Attention(graph, node, name, size)
+        attention.replace({part: float(range.max()) for part, range in ranges.items()})
 
 
 class _Attention:
@@ -39,9 +45,9 @@ class _Attention:
         assert query is not None and query.dtype is not None
         self.dtype = query.dtype
 
-    def replace(self, amax: Callable[[str], float]) -> None:
+    def replace(self, amax: Mapping[str, float]) -> None:
         query, key, value = (
-            self._heads(part, x, max(amax(f"{self.name}.{part}"), SMALLEST))
+            self._heads(part, x, max(amax[part], SMALLEST))
             for part, x in zip(PARTS, self.node.inputs, strict=False)
         )
         scores = self._cast("scores", self._op("scores", "MatMul", [query, key], FLOAT))

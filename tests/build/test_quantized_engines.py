@@ -26,6 +26,15 @@ BUILDS = {
 }
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_fp8_attention_is_compiled(target, converted, tmp_path):
+    """No profile has it: a faster engine for those whose pictures bear it."""
+    engine = load_profile("h200").engines["dit"]
+    model = converted("fp8-attention", "dit") / "model.onnx"
+    ranges = optimization_profiles(engine, graph_inputs(model), DROPPED_TOKENS)
+    assert build_engine(model, tmp_path / "model.rtx", RTX, target, ranges)["target"] == target
+
+
 def labelled(value):
     return value if isinstance(value, str) else value.precision
 

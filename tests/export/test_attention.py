@@ -29,7 +29,11 @@ def attention(folder, dtype):
     nodes = [node, last]
     graph = ir.Graph(values[:4], values[4:], nodes=nodes, opset_imports={"": 23}, name="graph")
     model = ir.Model(graph, ir_version=11)
-    quantize_attention(graph, lambda node: "attn", lambda name: AMAX[name.split(".")[1]], SIZE)
+    quantize_attention(
+        graph,
+        lambda node: "attn",
+        lambda name: np.full(HEADS * SIZE, AMAX[name.split(".")[1]], np.float32),
+    )
     folder.mkdir(exist_ok=True)
     ir.save(model, folder / "model.onnx")
     return folder / "model.onnx"

@@ -64,6 +64,8 @@ class Runtime:
         # Several engines share the cores, each in a process of its own: a thread that spins for
         # work takes them from the others.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Where only a layer's weights are INT8, its inputs are not rounded to INT8, too.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         # Shapes vary from call to call: a plan made for one of them does not fit the next.
         options.enable_mem_pattern = False
         options.log_severity_level = 3
