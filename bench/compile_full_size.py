@@ -85,9 +85,11 @@ def make(folder: Path, recipe: str, blocks: int) -> dict[str, Any]:
     engine = dit(checkpoint)
     model, weights = plan_engine(engine, checkpoint, ignore_progress)
     # Made up: neither size nor time depends on the ranges.
-    ranges = {
-        f"dit/{name}/amax".replace(".weight", ""): np.array(8, np.float32) for name in weights
-    }
+    ranges = {}
+    for name, weight in weights.items():
+        layer = f"dit/{name.removesuffix('.weight')}"
+        ranges[f"{layer}/amax"] = np.array(8, np.float32)
+        ranges[f"{layer}/squares"] = np.ones(weight.shape[-1], np.float32)
     calibration = Calibration(folder, {}, ranges)
     made = convert_engine(
         engine, model, weights, load_recipe(recipe)["dit"], calibration, folder, ignore_progress

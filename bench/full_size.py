@@ -55,16 +55,18 @@ def made_checkpoint(folder: Path, blocks: int) -> Path:
 
 
 def made_up_calibration(checkpoint: Checkpoint, path: Path) -> Path:
-    """A range of 8 for the input of every matrix of the text encoder and the DiT."""
-    channels = {}
+    """A range of 8 and a mean square of 1 for the input of every matrix of the text encoder and the
+    DiT."""
+    channels, squares = {}, {}
     for engine, component in (("text_encoder", "text_encoder"), ("dit", "transformer")):
         for name, tensor in checkpoint.tensors[component].items():
             if len(tensor.shape) == 2:
                 layer = name.removesuffix(".weight")
                 channels[f"{engine}/{layer}"] = np.full(tensor.shape[1], 8, np.float32)
+                squares[f"{engine}/{layer}"] = np.ones(tensor.shape[1], np.float32)
     fingerprint = checkpoint.describe()["fingerprint"]
     settings = {"format": FORMAT, "checkpoint": fingerprint, "done": 1, "total": 1}
-    save_calibration(path, settings, channels)
+    save_calibration(path, settings, channels, squares)
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from export.attention import quantize_attention
 from export.calibration import Calibration
 from export.cast import to_bf16
 from export.engines import Engine
@@ -40,7 +41,7 @@ def convert_engine(
     """
     found = layers(model, weights)
     formats = recipe.assign(found, engine.blocks)
-    if formats and calibration is None:
+    if (formats or recipe.attention) and calibration is None:
         raise ExportError(
             f"{recipe.where} needs the ranges of activations: make them with "
             "`python -m export.calibrate` and name the file as CALIBRATION"
@@ -52,8 +53,16 @@ def convert_engine(
         activations = Activations(
             lambda name: calibration.amax(f"{engine.name}/{name}"),
             lambda name: calibration.channels(f"{engine.name}/{name}"),
+            lambda name: calibration.squares(f"{engine.name}/{name}"),
         )
         converted = quantize(model, converted, formats, activations, recipe.smooth)
+    if recipe.attention:
+        assert calibration is not None
+        quantize_attention(
+            model.graph,
+            lambda node: f"{engine.blocks_prefix}.{block_number(node)}.attn",
+            lambda name: calibration.channels(f"{engine.name}/{name}"),
+        )
     if recipe.compute == "fp32" and "nvfp4" in formats.values():
         # Nothing but TensorRT computes its form.
         with tempfile.TemporaryDirectory(dir=folder) as form:
@@ -63,7 +72,13 @@ def convert_engine(
     else:
         write_checked(engine.name, model, converted, folder, progress)
     counts = Counter(formats.get(name, recipe.compute) for name in found)
-    return {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}
+    described = {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}
+    return described | ({"attention": recipe.attention} if recipe.attention else {})
+
+
+def block_number(node: ir.Node) -> str:
+    """Of the block that a node is of: its name is `block.<number>/…`."""
+    return str(node.name).split("/")[0].removeprefix("block.")
 
 
 def write_checked(
