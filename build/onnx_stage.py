@@ -67,7 +67,7 @@ def plan(
         name: {
             **common,
             "recipe": recipe_digest(recipes.get(name)),
-            "calibration": ranges if name in recipes and recipes[name].formats else None,
+            "calibration": ranges if _quantizes(recipes.get(name)) else None,
         }
         for name in profile.engines
     }
@@ -189,6 +189,10 @@ def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
             recipe = load_recipe(engine.precision)[name]
             recipes[name] = replace(recipe, compute=profile.compute or recipe.compute)
     return recipes
+
+
+def _quantizes(recipe: EngineRecipe | None) -> bool:
+    return recipe is not None and bool(recipe.formats or recipe.attention)
 
 
 def recipe_digest(recipe: EngineRecipe | None) -> str:
