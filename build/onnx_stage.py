@@ -29,7 +29,6 @@ from export.recipe import EngineRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "onnx.json"
-CALIBRATION = "calibration.safetensors"
 DESCRIPTION = "checkpoint"
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxscript")
 
@@ -101,8 +100,7 @@ def make_onnx(
         shutil.rmtree(folder / DESCRIPTION, ignore_errors=True)
     missing = [made_from for name, made_from in planned.items() if name not in kept]
     if calibration is None and any(made_from["calibration"] for made_from in missing):
-        calibration = folder / CALIBRATION
-        own_calibration(checkpoint, calibration, progress)
+        calibration = own_calibration(checkpoint, folder, progress)
 
     def finished(name: str, entry: dict[str, Any]) -> None:
         write_entry(folder / name, planned[name], entry)
