@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import check_space, folder_gb, measured_export, positive, write_result
+from bench.common import Stopwatch, check_space, folder_gb, measured_export, positive, write_result
 from export import Checkpoint
 from export.calibration import FORMAT, save_calibration
 from tests.make_checkpoint import make_checkpoint
@@ -80,6 +80,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)
         print(f"making a checkpoint with {options.blocks} blocks", flush=True)
+        watch = Stopwatch()
         path = made_checkpoint(work / "checkpoint", options.blocks)
         checkpoint = Checkpoint(path)
         calibration = made_up_calibration(checkpoint, work / "calibration.safetensors")
@@ -87,6 +88,7 @@ def main() -> int:
             "blocks": options.blocks,
             "parameters": sum(p.numel() for p in checkpoint.transformer.parameters()),
             "checkpoint_gb": folder_gb(path / "transformer"),
+            "checkpoint_seconds": round(watch.seconds()),
         }
         for precision, recipes in PRECISIONS.items():
             print(f"exporting it with a DiT in {precision}", flush=True)
@@ -94,7 +96,7 @@ def main() -> int:
             result[precision] = measured_export(path, output, recipes, calibration)
             shutil.rmtree(output)
             print(json.dumps(result[precision], indent=1), flush=True)
-    print(write_result("full_size", result))
+            print(write_result("full_size", result), flush=True)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 
 from export import ExportError, rows
 from export.calibration import Calibration
-from export.convert import convert_engine
+from export.cast import to_bf16
+from export.convert import convert_engine, write_checked
 from export.quantize import (
     Activations,
     layers,
@@ -210,6 +213,41 @@ def test_nvfp4_takes_multiples_of_16(tmp_path: Path) -> None:
     activations = Activations(lambda name: 1.0, lambda name: np.ones(24), lambda name: np.ones(24))
     with pytest.raises(ExportError, match="layer has 24 input channels; NVFP4 takes multiples of"):
         quantize(model, weights, {"layer": "nvfp4"}, activations)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "nvfp4", "bf16"])
+def test_few_weights_are_in_memory(kind: str, tmp_path: Path) -> None:
+    """While 64 layers of 4 MB are converted and written."""
+    width, float32 = 1024, ir.TensorType(ir.DataType.FLOAT)
+    x = values = ir.Value(name="x", type=float32, shape=ir.Shape(["n", width]))
+    weights, nodes = {}, []
+    for i in range(64):
+
+        def pieces(seed: int = i) -> Iterator[np.ndarray]:
+            yield np.random.default_rng(seed).standard_normal((width, width), np.float32)
+
+        weight = Weight(f"{i}.weight", (width, width), ir.DataType.FLOAT, pieces)
+        weights[weight.name] = weight
+        output = ir.Value(name=f"y{i}", type=float32, shape=x.shape)
+        nodes.append(ir.Node("", "MatMul", [values, weight.value()], outputs=[output]))
+        values = output
+    stored = [node.inputs[1] for node in nodes]
+    graph = ir.Graph(
+        [x], [values], nodes=nodes, initializers=stored, opset_imports={"": 23}, name="chain"
+    )
+    model = ir.Model(graph, ir_version=10)
+    activations = Activations(lambda name: 1.0, lambda name: np.ones(width))
+    tracemalloc.start()
+    try:
+        if kind == "bf16":
+            converted = to_bf16(model, weights)
+        else:
+            converted = quantize(model, weights, {str(i): kind for i in range(64)}, activations)
+        write_checked("chain", model, converted, tmp_path, ignore)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 1 < peak / (4 * width * width) < 16
 
 
 # ---------------------------------------------------------------------- recipes

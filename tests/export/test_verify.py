@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,31 @@ def test_the_plan_passes_as_its_files_do(
     by_stage = verify_from(exported, planned)
     assert by_stage["mode"] == ("whole" if name == "vae_decoder" else "blocks")
     assert by_stage == run_verify(exported, name)
+
+
+def test_few_weights_of_a_plan_are_in_memory(
+    exported: Exported, by_stage: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, weights = plan(exported, "dit")
+    live, most = 0, 0
+
+    def read(weight: Weight) -> np.ndarray:
+        nonlocal live, most
+        array = whole(weight)
+        live += array.nbytes
+        most = max(most, live)
+        weakref.finalize(array, let_go, array.nbytes)
+        return array
+
+    def let_go(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    whole = Weight.read
+    monkeypatch.setattr(Weight, "read", read)
+    verify_from(exported, Planned("dit", model, weights))
+    sizes = [weight.length for weight in weights.values()]
+    assert max(sizes) <= most <= verify.PIECE_LIMIT + max(sizes) < sum(sizes) / 10
 
 
 def damage_weight(model: ir.Model, weights: dict[str, Weight]) -> None:
