@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from build.manifest import digest
 from export import Checkpoint, Progress
 from export.calibrate import PROMPTS, STEPS, calibrate, check_prompts, read_prompts
-from export.calibration import read_calibration
+from export.calibration import FORMAT, read_calibration
 
 # Of a GPU's memory: what the weights in BF16 may take beside the activations.
 WEIGHTS_SHARE = 0.8
@@ -18,29 +19,31 @@ WEIGHTS_SHARE = 0.8
 
 def description() -> str:
     """What the ranges depend on besides the checkpoint."""
-    return f"{STEPS} steps over the prompts {digest(PROMPTS)}"
+    return f"{STEPS} steps over the prompts {digest(PROMPTS)}, format {FORMAT}"
 
 
-def own_calibration(checkpoint: Checkpoint, path: Path, progress: Progress) -> None:
-    """Makes `path` over the prompts that come with the project, or goes on with it.
+def own_calibration(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Path:
+    """Makes ranges over the prompts that come with the project, or goes on with them.
 
-    Runs on the GPU, where there is one. Raises ExportError, CheckpointError, OSError.
+    Runs on the GPU, where there is one. Returns the file, which is named after what it depends on:
+    there may be others in the folder. Raises ExportError, CheckpointError, OSError.
     """
+    fingerprint = checkpoint.describe()["fingerprint"]
+    key = hashlib.sha256(f"{fingerprint} {description()}".encode()).hexdigest()
+    path = folder / f"calibration-{key[:12]}.safetensors"
+    if path.is_file():
+        settings = read_calibration(path).settings
+        if settings["done"] == settings["total"]:
+            return path  # also if another kind of machine has made it
 
     def report(what: str, done: int, total: int) -> None:
         progress(f"no CALIBRATION was named, so it is made ({path.name}): {what}", done, total)
 
-    fingerprint = checkpoint.describe()["fingerprint"]
-    if path.is_file():
-        settings = read_calibration(path).settings
-        if settings["checkpoint"] != fingerprint:
-            path.unlink()
-        elif settings["done"] == settings["total"]:
-            return  # also if another kind of machine has made it
     prompts = check_prompts(read_prompts(PROMPTS), checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     offload = device == "cuda" and not _fits(checkpoint)
     calibrate(checkpoint, path, prompts, STEPS, device, offload, report)
+    return path
 
 
 def _fits(checkpoint: Checkpoint) -> bool:

@@ -29,7 +29,6 @@ from export.recipe import EngineRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "onnx.json"
-CALIBRATION = "calibration.safetensors"
 DESCRIPTION = "checkpoint"
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxscript")
 
@@ -67,7 +66,7 @@ def plan(
         name: {
             **common,
             "recipe": recipe_digest(recipes.get(name)),
-            "calibration": ranges if name in recipes and recipes[name].formats else None,
+            "calibration": ranges if _quantizes(recipes.get(name)) else None,
         }
         for name in profile.engines
     }
@@ -101,8 +100,7 @@ def make_onnx(
         shutil.rmtree(folder / DESCRIPTION, ignore_errors=True)
     missing = [made_from for name, made_from in planned.items() if name not in kept]
     if calibration is None and any(made_from["calibration"] for made_from in missing):
-        calibration = folder / CALIBRATION
-        own_calibration(checkpoint, calibration, progress)
+        calibration = own_calibration(checkpoint, folder, progress)
 
     def finished(name: str, entry: dict[str, Any]) -> None:
         write_entry(folder / name, planned[name], entry)
@@ -189,6 +187,10 @@ def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
             recipe = load_recipe(engine.precision)[name]
             recipes[name] = replace(recipe, compute=profile.compute or recipe.compute)
     return recipes
+
+
+def _quantizes(recipe: EngineRecipe | None) -> bool:
+    return recipe is not None and bool(recipe.formats or recipe.attention)
 
 
 def recipe_digest(recipe: EngineRecipe | None) -> str:

@@ -4,53 +4,50 @@ import numpy as np
 import pytest
 
 from build.calibration import own_calibration
-from export import Checkpoint, ExportError
-from export.calibration import save_calibration
-
-
-@pytest.fixture
-def opened(checkpoint):
-    return Checkpoint(checkpoint)
+from export import Checkpoint
+from export.calibration import FORMAT, save_calibration
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What `calibrate` finds when it is called."""
+    """What `calibrate` was called with: the file, and whether it was there."""
     calls = []
-    monkeypatch.setattr(
-        "build.calibration.calibrate", lambda checkpoint, path, *_: calls.append(path.is_file())
-    )
+
+    def calibrate(checkpoint, path, prompts, steps, *_):
+        calls.append((path, path.is_file()))
+
+    monkeypatch.setattr("build.calibration.calibrate", calibrate)
     return calls
 
 
-def saved(path, checkpoint, done):
-    settings = {"format": 1, "checkpoint": checkpoint, "done": done, "total": 2}
-    save_calibration(path, settings, {"dit/img_in": np.ones(4, np.float32)})
+def saved(path, done):
+    settings = {"format": FORMAT, "checkpoint": "", "done": done, "total": 2}
+    save_calibration(path, settings, *[{"dit/img_in": np.ones(4, np.float32)}] * 2)
 
 
 def ignore(*_):
     pass
 
 
-def test_it_is_made_once(opened, runs, tmp_path):
-    path, fingerprint = tmp_path / "ranges", opened.describe()["fingerprint"]
-    own_calibration(opened, path, ignore)
-    assert runs == [False]
-    saved(path, fingerprint, 1)
-    own_calibration(opened, path, ignore)  # goes on
-    assert runs == [False, True]
-    saved(path, fingerprint, 2)
-    own_calibration(opened, path, ignore)
-    assert runs == [False, True]
+def test_it_is_made_once(checkpoint, runs, tmp_path):
+    opened = Checkpoint(checkpoint)
+    path = own_calibration(opened, tmp_path, ignore)
+    assert runs == [(path, False)]
+    saved(path, 1)
+    assert own_calibration(opened, tmp_path, ignore) == path  # goes on
+    assert runs[1:] == [(path, True)]
+    saved(path, 2)
+    assert own_calibration(opened, tmp_path, ignore) == path
+    assert len(runs) == 2
 
 
-def test_another_checkpoints_is_replaced(opened, runs, tmp_path):
-    saved(tmp_path / "ranges", "0" * 64, 2)
-    own_calibration(opened, tmp_path / "ranges", ignore)
-    assert runs == [False]
-
-
-def test_a_damaged_one_is_named(opened, runs, tmp_path):
-    (tmp_path / "ranges").write_bytes(b"half")
-    with pytest.raises(ExportError, match=r"ranges is no calibration file, or a damaged one"):
-        own_calibration(opened, tmp_path / "ranges", ignore)
+def test_it_is_another_for_other_checkpoints_and_prompts(
+    checkpoint, other_checkpoint, runs, tmp_path, monkeypatch
+):
+    own_calibration(Checkpoint(checkpoint), tmp_path, ignore)
+    own_calibration(Checkpoint(other_checkpoint), tmp_path, ignore)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red fox")
+    monkeypatch.setattr("build.calibration.PROMPTS", prompts)
+    own_calibration(Checkpoint(checkpoint), tmp_path, ignore)
+    assert len({path for path, _ in runs}) == 3

@@ -16,7 +16,7 @@ from build.onnx_stage import open_onnx
 from build.profile import BuildError, load_profile
 from build.stage import read_entry
 from export import ExportError
-from export.calibration import read_calibration, save_calibration
+from export.calibration import FORMAT, read_calibration, save_calibration
 from serving.engines import Gpu, check_machine
 from serving.errors import ServeError
 from serving.installation import Installation, find_installation
@@ -71,12 +71,13 @@ def onnx(folder, run):
     command = ("onnx", "--checkpoint", cached_checkpoint(blocks=1))
 
     assert run(*command, at="calibrate", least=3).returncode == -signal.SIGKILL
-    assert read_calibration(stage / "calibration.safetensors").settings["done"] == 1
+    (ranges,) = stage.glob("calibration-*.safetensors")
+    assert read_calibration(ranges).settings["done"] == 1
 
     killed = run(*command, at="dit: weights")
     assert killed.returncode == -signal.SIGKILL
     assert "no CALIBRATION was named, so it is made" in killed.stderr
-    assert read_calibration(stage / "calibration.safetensors").settings["done"] == 2
+    assert read_calibration(ranges).settings["done"] == 2
     assert [name for name in ENGINES if read_entry(stage / name)] == ["text_encoder", "modulation"]
     with pytest.raises(BuildError, match="is no finished ONNX stage"):
         open_onnx(load_profile("rtx"), stage)
@@ -238,8 +239,8 @@ def test_a_stage_of_other_recipes_or_code_is_refused(onnx, tmp_path, monkeypatch
 
 def test_a_foreign_calibration_costs_nothing(onnx, tmp_path):
     foreign = tmp_path / "ranges"
-    settings = {"format": 1, "checkpoint": "0" * 64, "done": 1, "total": 1}
-    save_calibration(foreign, settings, {})
+    settings = {"format": FORMAT, "checkpoint": "0" * 64, "done": 1, "total": 1}
+    save_calibration(foreign, settings, {}, {})
     options = {"onnx": onnx, "calibration": foreign}
     with pytest.raises(ExportError, match="was made from another checkpoint"):
         assemble(cached_checkpoint(blocks=1), load_profile("rtx"), tmp_path / "r", **options)

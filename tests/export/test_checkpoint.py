@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from export import Checkpoint, CheckpointError, stored
-from export.__main__ import main
 from tests.make_checkpoint import cached_checkpoint
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -196,18 +195,6 @@ def test_refused(small: Path, copy_of: Callable[[Path], Path], name: str) -> Non
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder with a diffusers checkpoint"):
         Checkpoint(tmp_path / "nothing")
-
-
-def test_command_line_prints_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["--checkpoint", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")])
-    captured = capsys.readouterr()
-    assert code == 1
-    assert captured.err.count("\n") == 1
-    assert "nothing is not a folder with a diffusers checkpoint" in captured.err
-    assert not captured.out
-    assert not (tmp_path / "out").exists()
 
 
 def test_values_and_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from export.calibration import Calibration
 from export.cast import to_bf16
 from export.convert import convert_engine, write_checked
 from export.quantize import (
+    HEADROOM,
     Activations,
     layers,
     nearest_e2m1,
@@ -168,8 +170,9 @@ def test_a_layer_computes_what_its_format_says(kind: str, tmp_path: Path) -> Non
     amax = 8.0
     model, weights = small_graph(array)
     squares = (x**2).mean(0)
+    measured = amax / HEADROOM.get(kind, 1.0)
     activations = Activations(
-        lambda name: amax, lambda name: np.abs(x).max(0), lambda name: squares
+        lambda name: measured, lambda name: np.abs(x).max(0), lambda name: squares
     )
     stored = quantize(model, weights, {"layer": kind}, activations)
     source = tmp_path / "source"
@@ -236,7 +239,8 @@ def test_few_weights_are_in_memory(kind: str, tmp_path: Path) -> None:
         [x], [values], nodes=nodes, initializers=stored, opset_imports={"": 23}, name="chain"
     )
     model = ir.Model(graph, ir_version=10)
-    activations = Activations(lambda name: 1.0, lambda name: np.ones(width))
+    ones = np.ones(width, np.float32)
+    activations = Activations(lambda name: 1.0, lambda name: ones, lambda name: ones)
     tracemalloc.start()
     try:
         if kind == "bf16":
@@ -369,6 +373,12 @@ def test_a_quantizing_recipe_needs_ranges(written: Written, tmp_path: Path) -> N
     empty = Calibration(tmp_path / "c", {}, {})
     with pytest.raises(ExportError, match=r"has no range of dit/transformer_blocks\.2"):
         convert_engine(written.engines["dit"], model, weights, recipe, empty, tmp_path, ignore)
+
+
+def test_fp8_attention_is_the_only_difference() -> None:
+    plain, with_attention = load_recipe("fp8")["dit"], load_recipe("fp8-attention")["dit"]
+    assert with_attention.attention == "fp8" and plain.attention is None
+    assert replace(with_attention, attention=None, name=plain.name, where=plain.where) == plain
 
 
 def test_fp8_attention_computes_nearly_the_same(written: Written, tmp_path: Path) -> None:

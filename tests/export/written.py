@@ -45,7 +45,7 @@ class Written:
         sizes |= {"height": 4, "width": 6}
         feed = {}
         for tensor in self.engines[name].inputs:
-            shape = [sizes.get(str(dim), dim) for dim in tensor.shape]
+            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
             if tensor.dtype == ir.DataType.FLOAT:
                 feed[tensor.name] = rng.standard_normal(shape).astype(np.float32)
             elif tensor.dtype == ir.DataType.BOOL:
@@ -55,12 +55,14 @@ class Written:
         return feed
 
     def run(self, name: str, folder: Path | None = None) -> np.ndarray:
-        path = (folder or self.folder / name) / "model.onnx"
+        return self.session(folder or self.folder / name).run(None, self.inputs[name])[0]
+
+    def session(self, folder: Path) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return session.run(None, self.inputs[name])[0]
+        path, providers = str(folder / "model.onnx"), ["CPUExecutionProvider"]
+        return ort.InferenceSession(path, options, providers=providers)
 
     def calibration(self, name: str) -> Calibration:
         """The ranges of this one input, found by running the graph with them as outputs."""
