@@ -1,7 +1,7 @@
 """The stock diffusers and transformers modules with the checkpoint's weights, as the reference.
 
-Their weights are loaded when a submodule runs and dropped when it has run, so that a model of any
-size needs the memory of its largest layer.
+Their weights are loaded when a submodule runs and dropped when it has run, or, those of a block,
+when all cases have passed it: a model of any size needs the memory of one block.
 
 A reference has `cases` (inputs of the engine's graph), `whole()` (the engine's outputs for each
 case, from the whole stock model) and, for engines with blocks, `stages()` (the same block by
@@ -10,6 +10,7 @@ block). The cases differ in one kind of dimension at a time, so that a failing o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,29 +45,49 @@ def joined(left: list[Values], right: list[Values]) -> list[Values]:
 
 
 def streamed(module: nn.Module, tensors: dict[str, StoredTensor]) -> Any:
-    """A copy of `module` whose parameters are there only while their submodule runs."""
+    """A copy of `module` whose parameters are there only while their submodule runs, or while a
+    module that holds it is `resident`."""
 
-    def load(names: dict[str, str], child: nn.Module, args: Any) -> None:
+    def load(names: dict[str, str], child: Any, args: Any) -> None:
         for attribute, name in names.items():
-            value = torch.from_numpy(tensors[name].read())
-            child._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+            if child._parameters[attribute].is_meta:
+                value = torch.from_numpy(tensors[name].read())
+                child._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
-    def drop(names: dict[str, str], child: nn.Module, args: Any, result: Any) -> None:
+    def drop(names: dict[str, str], child: Any) -> None:
         for attribute, name in names.items():
             empty = torch.empty(tensors[name].shape, device="meta")
             child._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
 
+    def drop_unless_resident(child: Any, args: Any, result: Any) -> None:
+        if not child.is_resident:
+            child.drop()
+
     module = copy.deepcopy(module)
+    child: Any
     for prefix, child in module.named_modules():
         names = {
             attribute: f"{prefix}.{attribute}" if prefix else attribute
             for attribute, value in child._parameters.items()
             if value is not None
         }
+        child.is_resident, child.drop = False, partial(drop, names, child)
         if names:
             child.register_forward_pre_hook(partial(load, names))
-            child.register_forward_hook(partial(drop, names))
+            child.register_forward_hook(drop_unless_resident)
     return module
+
+
+@contextlib.contextmanager
+def resident(module: nn.Module) -> Iterator[None]:
+    """Loads each weight of a part of a streamed module once, however often it runs."""
+    children: list[Any] = list(module.modules())
+    for child in children:
+        child.is_resident = True
+    yield
+    for child in children:
+        child.is_resident = False
+        child.drop()
 
 
 class TextEncoderReference:
@@ -98,10 +119,11 @@ class TextEncoderReference:
         yield Stage("prologue", self.cases, joined(states, angles))
         for i, layer in enumerate(self.model.layers):
             inputs = joined(states, angles)
-            states = [
-                {"hidden": layer(x["hidden"], position_embeddings=(x["cos"], x["sin"]))}
-                for x in inputs
-            ]
+            with resident(layer):
+                states = [
+                    {"hidden": layer(x["hidden"], position_embeddings=(x["cos"], x["sin"]))}
+                    for x in inputs
+                ]
             yield Stage(f"block.{i}", inputs, states)
         final = [self.model.norm(state["hidden"])[:, self.dropped :] for state in states]
         yield Stage("epilogue", states, [{"hidden_states": value} for value in final])
@@ -124,8 +146,9 @@ class ModulationReference:
         yield Stage("prologue", self.cases, states)
         rows: list[list[Tensor]] = [[] for _ in states]
         for i, block in enumerate(self.model.transformer_blocks):
-            for state, done in zip(states, rows, strict=True):
-                done.append(modulate_block(block, state["embedding"])[:, None])
+            with resident(block):
+                for state, done in zip(states, rows, strict=True):
+                    done.append(modulate_block(block, state["embedding"])[:, None])
             yield Stage(f"block.{i}", states, [{"block_modulation": done[-1]} for done in rows])
         final = [
             self.model.norm_out.linear(self.model.norm_out.silu(s["embedding"])) for s in states
@@ -215,15 +238,16 @@ class DitReference:
         for i, block in enumerate(model.transformer_blocks):
             inputs = joined(joined(states, shared), modulation)
             states = []
-            for k, case in enumerate(self.cases):
-                text, image = block(
-                    inputs[k]["image"],
-                    inputs[k]["text"],
-                    case["text_mask"],
-                    embeddings[k],
-                    rotary[k],
-                )
-                states.append({"image": image, "text": text})
+            with resident(block):
+                for k, case in enumerate(self.cases):
+                    text, image = block(
+                        inputs[k]["image"],
+                        inputs[k]["text"],
+                        case["text_mask"],
+                        embeddings[k],
+                        rotary[k],
+                    )
+                    states.append({"image": image, "text": text})
             yield Stage(f"block.{i}", inputs, states)
         final = [
             model.proj_out(model.norm_out(state["image"], embedding))
