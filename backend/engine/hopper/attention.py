@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,32 +10,31 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-class Joint(NamedTuple):
-    """Where the rows of a batch lie in the joint attention: [text, image] of the first sample,
-    then of the next, without the texts' padding.
+def join(text_mask: Tensor, image_tokens: int, padded: bool) -> Tensor:
+    """Places INT32 [R] of rows in the order "all text, then all image" in the joint attention.
 
-    slots: INT32 [R], of rows in the order "all text, then all image"; −1 for padding.
-    lengths: tokens of each sample.
+    A sample has its valid text first, then its image. padded: behind them comes the text's padding,
+    so that every sample is equally long; else the next sample follows at once, and padding has the
+    place −1. text_mask: BOOL [B, T].
     """
+    batch, text_tokens = text_mask.shape
+    counts = text_mask.sum(1, keepdim=True)
+    valid = text_mask.cumsum(1) - 1
+    if padded:
+        samples = torch.arange(batch, device=text_mask.device)[:, None]
+        starts = samples * (text_tokens + image_tokens)
+        padding = starts + counts + image_tokens + (~text_mask).cumsum(1) - 1
+    else:
+        starts = (counts + image_tokens).cumsum(0) - counts - image_tokens
+        padding = torch.full_like(valid, -1)
+    text = torch.where(text_mask, starts + valid, padding)
+    image = starts + counts + torch.arange(image_tokens, device=text_mask.device)
+    return torch.cat([text.flatten(), image.flatten()]).int()
 
-    slots: Tensor
-    lengths: list[int]
 
-
-def join(text_mask: Tensor, image_tokens: int) -> Joint:
-    """text_mask: BOOL [B, T]."""
-    counts = text_mask.sum(1)
-    lengths = (counts + image_tokens).tolist()
-    starts = (counts + image_tokens).cumsum(0) - counts - image_tokens
-    text = starts[:, None] + text_mask.cumsum(1) - 1
-    text = torch.where(text_mask, text, -1)
-    image = (starts + counts)[:, None] + torch.arange(image_tokens, device=text_mask.device)
-    return Joint(torch.cat([text.flatten(), image.flatten()]).int(), lengths)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """q, k, v: BF16 [R, H, D] in the order of the slots → [R, H·D]; rows behind the last sample's
-    are left unwritten."""
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """q, k, v: BF16 [R, H, D], sample after sample → [R, H·D]; rows behind the last sample's are
+    left unwritten."""
     if len(set(lengths)) == 1:
         return _attend(q, k, v, len(lengths), lengths[0])
     out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)

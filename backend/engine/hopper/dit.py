@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hopper.attention import Joint, attend, join
+from hopper.attention import attend, join
+from hopper.fp8_attention import Fp8Attention, Scales
 from hopper.linear import Linear, Rows, linear
 from hopper.ops import norm_modulate, place_heads, quantize_rows
+from hopper.replay import Replayed
 
 ROPE_THETA = 10000.0  # diffusers' QwenImageTransformer2DModel has it as a literal
 SHIFT_1, SCALE_1, GATE_1, SHIFT_2, SCALE_2, GATE_2 = range(6)  # parts of a block's modulation
@@ -54,13 +56,16 @@ class Block(NamedTuple):
     out: Pair
     mlp_in: Pair
     mlp_out: Pair
+    scales: Scales | None  # of its attention, where that is in E4M3
 
 
 class Tokens(NamedTuple):
     """What all blocks share of the rows."""
 
     text_rows: int
-    joint: Joint
+    slots: Tensor  # INT32 [R], their places in the joint attention, −1 for none
+    lengths: tuple[int, ...] | Tensor  # of the samples there; on the device for FP8
+    taken: Tensor  # INT32 [R], as `slots`; for FP8 padding takes the row of noughts behind all
     cos: Tensor  # FP32 [R, D/2]
     sin: Tensor
     table: Tensor  # modulations, BF16 [B, N + 1, 2, 6d]; the last one is `final_modulation`
@@ -83,7 +88,13 @@ class Dit:
                 Pair(*(linear(weights, f"{prefix}.{stream}.{kind}") for stream in Pair._fields))
                 for kind in ("qkv", "out", "mlp_in", "mlp_out")
             ]
-            self.blocks.append(Block(weights[f"{prefix}.norms.weight"], *pairs))
+            amax = weights.get(f"{prefix}.attention.amax")
+            scales = None if amax is None else Scales.of(amax)
+            self.blocks.append(Block(weights[f"{prefix}.norms.weight"], *pairs, scales))
+        self.fp8_attention = None
+        if self.blocks[0].scales is not None:
+            self.fp8_attention = Fp8Attention(self.txt_norm.device)
+        self.replayed = Replayed(self.predict)
 
     def __call__(
         self,
@@ -94,9 +105,30 @@ class Dit:
         block_modulation: Tensor,  # BF16 [B, N, 2, 6d], of the image, then of the text
         final_modulation: Tensor,  # BF16 [B, 2d]
     ) -> Tensor:  # BF16 [B, L, 64]
-        """Predicts the velocity; padded text is attended to by nothing."""
+        """Padded text is attended to by nothing."""
+        given = (hidden_states, encoder_hidden_states, text_mask, position_ids)
+        lengths: tuple[int, ...] = ()
+        if self.fp8_attention is None:  # cuDNN's BF16 kernel wants them on the host
+            lengths = tuple((text_mask.sum(1) + hidden_states.shape[1]).tolist())
+        return self.replayed(*given, block_modulation, final_modulation, rest=(lengths,))
+
+    def predict(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        text_mask: Tensor,
+        position_ids: Tensor,
+        block_modulation: Tensor,
+        final_modulation: Tensor,
+        lengths: tuple[int, ...],
+    ) -> Tensor:
         tokens = self.describe(
-            text_mask, position_ids, block_modulation, final_modulation, hidden_states.shape[1]
+            text_mask,
+            position_ids,
+            block_modulation,
+            final_modulation,
+            hidden_states.shape[1],
+            lengths,
         )
         text = functional.rms_norm(encoder_hidden_states, self.txt_norm.shape, self.txt_norm, 1e-6)
         x = torch.cat([self.txt_in(text).flatten(0, 1), self.img_in(hidden_states).flatten(0, 1)])
@@ -114,6 +146,7 @@ class Dit:
         block_modulation: Tensor,
         final_modulation: Tensor,
         image_tokens: int,
+        lengths: tuple[int, ...],
     ) -> Tokens:
         batch, text_tokens = text_mask.shape
         positions = torch.cat(
@@ -137,8 +170,13 @@ class Dit:
             ]
         )
         text_rows = batch * text_tokens
-        joint = join(text_mask, image_tokens)
-        return Tokens(text_rows, joint, angles.cos(), angles.sin(), table, index)
+        slots = join(text_mask, image_tokens, padded=not lengths)
+        if lengths:
+            return Tokens(text_rows, slots, lengths, slots, angles.cos(), angles.sin(), table, index)
+        taken = slots.clone()
+        taken[:text_rows].masked_fill_(~text_mask.flatten(), len(slots))
+        real = (text_mask.sum(1) + image_tokens).int()
+        return Tokens(text_rows, slots, real, taken, angles.cos(), angles.sin(), table, index)
 
     def block(self, block: Block, i: int, x: Tensor, y: Tensor | None, tokens: Tokens) -> Tensor:
         """Changes `x` in place; returns what is still to be added to it, before its gate."""
@@ -148,14 +186,7 @@ class Dit:
             return self.norm(x, y, tokens, part, fp8, GATE_2, SHIFT_1, SCALE_1, i)
 
         qkv = block.qkv(normed, text_rows, rows)
-        norms = block.norms.view(2, 2, self.size)
-        q, k, v = place_heads(qkv, norms, tokens.cos, tokens.sin, tokens.joint.slots, text_rows)
-        attended = attend(q, k, v, tokens.joint.lengths)
-
-        def taken(part: slice, fp8: bool) -> Rows:
-            return gathered(attended, tokens.joint.slots[part], fp8)
-
-        y = block.out(taken, text_rows, rows)
+        y = block.out(self.attention(block, qkv, tokens), text_rows, rows)
 
         def normed_again(part: slice, fp8: bool) -> Rows:
             return self.norm(x, y, tokens, part, fp8, GATE_1, SHIFT_2, SCALE_2, i)
@@ -168,6 +199,19 @@ class Dit:
             return functional.gelu(middle[part], approximate="tanh"), None
 
         return block.mlp_out(activated, text_rows, rows)
+
+    def attention(
+        self, block: Block, qkv: Tensor, tokens: Tokens
+    ) -> Callable[[slice, bool], Rows]:
+        """Gives the attention's output in the order of the streams, noughts for padding."""
+        norms = block.norms.view(2, 2, self.size)
+        given = (qkv, norms, tokens.cos, tokens.sin, tokens.slots, tokens.text_rows)
+        if block.scales is None:
+            mixed = attend(*place_heads(*given), tokens.lengths)
+            return lambda part, fp8: gathered(mixed, tokens.slots[part], fp8)
+        heads = place_heads(*given, block.scales.value)
+        mixed = self.fp8_attention(*heads, tokens.lengths, block.scales)
+        return lambda part, fp8: gathered_e4m3(mixed, block.scales, tokens.taken[part], fp8)
 
     def norm(
         self,
@@ -202,6 +246,14 @@ def gathered(x: Tensor, slots: Tensor, fp8: bool) -> Rows:
     if fp8:
         return quantize_rows(x, slots=slots)
     return torch.where(slots[:, None] >= 0, x[slots.clamp_min(0)], 0), None
+
+
+def gathered_e4m3(x: Tensor, scales: Scales, taken: Tensor, fp8: bool) -> Rows:
+    """The same of E4M3 rows with one scale; without `fp8` they become BF16."""
+    values = x.view(torch.uint8).index_select(0, taken).view(x.dtype)
+    if fp8:
+        return values, scales.inverse_output.expand(len(taken)).contiguous()
+    return (values.float() * scales.inverse_output).bfloat16(), None
 
 
 def frequencies(size: int, device: torch.device) -> Tensor:

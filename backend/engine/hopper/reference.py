@@ -65,33 +65,45 @@ def norm_modulate(
 
 
 def place_heads(
-    qkv: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, text_rows: int
+    qkv: Tensor,
+    norms: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    text_rows: int,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm and rotation of queries and keys; all three BF16 [R, H, D], row r at slots[r].
+    """RMS norm and rotation of queries and keys; all three [R, H, D], row r at slots[r].
 
     Args:
         qkv: BF16 [R, 3d], the first `text_rows` rows are text.
         norms: weights of the RMS norms, BF16 [2, 2, D]: text and image, query and key.
         cos, sin: FP32 [R, D/2], of the angles; adjacent pairs turn together.
         slots: INT32 [R]; rows at −1 are left out, and slots that none takes are left unwritten.
+        v_scale: FP32 scalar. With it the results are E4M3, the values multiplied by it; without
+            it they are BF16.
     """
     size = norms.shape[-1]
     stream = (torch.arange(len(qkv), device=qkv.device) >= text_rows).long()
-    q, k, v = qkv.unflatten(1, (3, -1, size)).unbind(1)  # [R, H, D]
+    q, k, v = qkv.float().unflatten(1, (3, -1, size)).unbind(1)  # [R, H, D]
 
     def turned(x: Tensor, weight: Tensor) -> Tensor:
-        normed = functional.rms_norm(x.float(), (size,), eps=1e-6) * weight[:, None].float()
+        normed = functional.rms_norm(x, (size,), eps=1e-6) * weight[:, None].float()
         even, odd = normed.unflatten(-1, (-1, 2)).unbind(-1)
         c, s = cos[:, None], sin[:, None]
-        return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2).to(x.dtype)
+        return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
 
-    placed = []
-    keep = slots >= 0
-    for x in (turned(q, norms[stream, 0]), turned(k, norms[stream, 1]), v):
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        out[slots[keep].long()] = x[keep]
-        placed.append(out)
-    return placed[0], placed[1], placed[2]
+    def placed(x: Tensor) -> Tensor:
+        keep = slots >= 0
+        out = torch.empty_like(x, dtype=qkv.dtype)
+        if v_scale is not None:
+            out, x = out.to(torch.float8_e4m3fn), x.clamp(-LARGEST, LARGEST)
+        out.view(torch.uint8)[slots[keep].long()] = x[keep].to(out.dtype).view(torch.uint8)
+        return out
+
+    if v_scale is not None:
+        v = v * v_scale
+    return placed(turned(q, norms[stream, 0])), placed(turned(k, norms[stream, 1])), placed(v)
 
 
 def norm_silu(x: Tensor, gamma: Tensor, silu: bool = True) -> Tensor:

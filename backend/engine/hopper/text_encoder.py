@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hopper.linear import Linear, linear
+from hopper.replay import Replayed
+
+BUCKET = 32  # tokens; prompts are padded to multiples, so that few lengths are recorded
 
 
 class Layer(NamedTuple):
@@ -40,10 +43,16 @@ class TextEncoder:
             )
             for i in range(config["num_hidden_layers"])
         ]
+        self.replayed = Replayed(self.encode)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """INT64 [B, S] → BF16 [B, S − dropped, width]. Attention is causal: right padding needs
-        no mask."""
+        """INT64 [B, S] → BF16 [B, S − dropped, width]."""
+        tokens = input_ids.shape[1]
+        padded = functional.pad(input_ids, (0, -tokens % BUCKET))
+        return self.replayed(padded)[:, : tokens - self.dropped_tokens]
+
+    def encode(self, input_ids: Tensor) -> Tensor:
+        """Attention is causal: right padding needs no mask."""
         hidden = functional.embedding(input_ids, self.embeddings)
         cos, sin = self.angles(input_ids.shape[1], hidden.device)
         for layer in self.layers:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["text_rows"])  # it varies from prompt to prompt
 def _place_heads(
     qkv_ptr,
     norms_ptr,
@@ -18,8 +18,10 @@ def _place_heads(
     q_ptr,
     k_ptr,
     v_ptr,
+    v_scale_ptr,
     text_rows,
     heads,
+    FP8: tl.constexpr,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -48,17 +50,26 @@ def _place_heads(
         )
         out = (q_ptr if part == 0 else k_ptr) + slot * width + place
         turned = tl.reshape(turned, (HEADS, 2 * PAIRS))
-        tl.store(out, turned.to(qkv_ptr.dtype.element_ty), mask=inside)
+        tl.store(out, turned.to(q_ptr.dtype.element_ty), mask=inside)
     v = tl.load(qkv_ptr + row * 3 * width + 2 * width + place, mask=inside, other=0.0)
-    tl.store(v_ptr + slot * width + place, v, mask=inside)
+    if FP8:
+        v = v.to(tl.float32) * tl.load(v_scale_ptr)
+    tl.store(v_ptr + slot * width + place, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 def place_heads(
-    qkv: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, text_rows: int
+    qkv: Tensor,
+    norms: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    text_rows: int,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = len(qkv), norms.shape[-1]
     heads = qkv.shape[1] // (3 * size)
-    q, k, v = torch.empty(3, rows, heads, size, dtype=qkv.dtype, device=qkv.device).unbind()
+    dtype = qkv.dtype if v_scale is None else torch.float8_e4m3fn
+    q, k, v = torch.empty(3, rows, heads, size, dtype=dtype, device=qkv.device).unbind()
     group = 8
     _place_heads[(rows, triton.cdiv(heads, group))](
         qkv,
@@ -69,11 +80,13 @@ def place_heads(
         q,
         k,
         v,
+        v_scale,
         text_rows,
         heads,
+        FP8=v_scale is not None,
         SIZE=size,
         HEADS=group,
         PAIRS=triton.next_power_of_2(size // 2),
-        num_warps=4,
+        num_warps=2,
     )
     return q, k, v

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hopper.kernels.quantize import to_e4m3
+from hopper.kernels.quantize import load_row, pieces_of, store_e4m3
+
+ROWS = 8  # of one program; they share their sample's modulation, which is read once
 
 
-@triton.jit
+# Lengths vary from picture to picture: none of them is worth a compilation.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["index_ptr"])
 def _norm_modulate(
     x_ptr,
     y_ptr,
@@ -18,34 +21,64 @@ def _norm_modulate(
     index_ptr,
     out_ptr,
     scales_ptr,
+    rows,
     width,
     gate,
     shift,
     scale,
     ADD: tl.constexpr,
     FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    modulation = table_ptr + tl.load(index_ptr + row).to(tl.int64) + columns
-    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        y = tl.load(y_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(modulation + gate, mask=inside, other=0.0).to(tl.float32)
-        rounded = (x + g * y).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * width + columns, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    centred = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
-    deviation = tl.sqrt(tl.sum(centred * centred, axis=0) / width + 1e-6)
-    factor = 1.0 + tl.load(modulation + scale, mask=inside, other=0.0).to(tl.float32)
-    offset = tl.load(modulation + shift, mask=inside, other=0.0).to(tl.float32)
-    result = centred / deviation * factor + offset
-    if FP8:
-        to_e4m3(result, out_ptr, scales_ptr, row, width, columns, inside)
-    else:
-        tl.store(out_ptr + row * width + columns, result.to(x_ptr.dtype.element_ty), mask=inside)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    sample = tl.load(index_ptr + first)
+    gates = load_row(table_ptr + sample + gate, width, columns, PIECES, BLOCK)
+    shifts = load_row(table_ptr + sample + shift, width, columns, PIECES, BLOCK)
+    factors = load_row(table_ptr + sample + scale, width, columns, PIECES, BLOCK)
+    for row in range(first, tl.minimum(first + ROWS, rows)):
+        xs = load_row(x_ptr + row * width, width, columns, PIECES, BLOCK)
+        if ADD:
+            ys = load_row(y_ptr + row * width, width, columns, PIECES, BLOCK)
+        here = tl.load(index_ptr + row)
+        if here != sample:
+            sample = here
+            gates = load_row(table_ptr + sample + gate, width, columns, PIECES, BLOCK)
+            shifts = load_row(table_ptr + sample + shift, width, columns, PIECES, BLOCK)
+            factors = load_row(table_ptr + sample + scale, width, columns, PIECES, BLOCK)
+        added = ()
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(PIECES):
+            x = xs[i].to(tl.float32)
+            if ADD:
+                x += gates[i].to(tl.float32) * ys[i].to(tl.float32)
+                at = i * BLOCK + columns
+                rounded = x.to(x_ptr.dtype.element_ty)
+                tl.store(x_ptr + row * width + at, rounded, mask=at < width)
+                x = rounded.to(tl.float32)
+            added = added + (x,)
+            total += x
+        mean = tl.sum(total, axis=0) / width
+        squares = tl.zeros([BLOCK], tl.float32)
+        centred = ()
+        for i in tl.static_range(PIECES):
+            x = tl.where(i * BLOCK + columns < width, added[i] - mean, 0.0)
+            centred = centred + (x,)
+            squares += x * x
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / width + 1e-6)
+        results = ()
+        for i in tl.static_range(PIECES):
+            factor = factors[i].to(tl.float32) * inverse + inverse
+            results = results + (centred[i] * factor + shifts[i].to(tl.float32),)
+        if FP8:
+            store_e4m3(results, out_ptr, scales_ptr, row, width, columns, PIECES, BLOCK)
+        else:
+            for i in tl.static_range(PIECES):
+                at = i * BLOCK + columns
+                result = results[i].to(x_ptr.dtype.element_ty)
+                tl.store(out_ptr + row * width + at, result, mask=at < width)
 
 
 def norm_modulate(
@@ -61,20 +94,22 @@ def norm_modulate(
     rows, width = x.shape
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn if fp8 else x.dtype)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device) if fp8 else None
-    _norm_modulate[(rows,)](
+    _norm_modulate[(triton.cdiv(rows, ROWS),)](
         x,
         y,
         table,
         index,
         out,
         scales,
+        rows,
         width,
         gate,
         shift,
         scale,
         ADD=y is not None,
         FP8=fp8,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
+        ROWS=ROWS,
+        **pieces_of(width),
+        num_warps=4,
     )
     return out, scales

@@ -117,6 +117,17 @@ def test_place_heads(rows: int, heads: int, size: int) -> None:
         close(result[taken], expected[taken])
 
 
+def test_place_heads_in_e4m3() -> None:
+    qkv, norms = random(11, 3 * 4 * 40), random(2, 2, 40)
+    angles = torch.randn(11, 20, device=DEVICE)
+    slots = torch.randperm(11, device=DEVICE).int()
+    scale = torch.tensor([30.0], device=DEVICE)
+    inputs = (qkv, norms, angles.cos(), angles.sin(), slots, 5, scale)
+    for result, expected in zip(place_heads(*inputs), reference.place_heads(*inputs), strict=True):
+        assert result.dtype == expected.dtype == torch.float8_e4m3fn
+        close(result, expected, 0.2 if INTERPRETED else 0.01)
+
+
 @pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 24, 5, 7), (1, 96, 33, 31), (1, 384, 9, 8)])
 @pytest.mark.parametrize("silu", [False, True])
 def test_norm_silu(shape: tuple[int, ...], silu: bool) -> None:
