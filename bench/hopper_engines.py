@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from hopper.layout import layout
-from hopper.ops import quantize_rows
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+from hopper.layout import layout
+from hopper.ops import quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The published configs, as far as they differ from the classes' defaults.
@@ -28,18 +29,27 @@ TEXT_CONFIG = Qwen2_5_VLTextConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     attn_implementation="sdpa",
 )
-DROPPED_TOKENS = 34  # of the prompt's template
-DIT_CONFIG = {"num_layers": 60, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
-VAE_CONFIG = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+TEXT = {
+    "num_hidden_layers": TEXT_CONFIG.num_hidden_layers,
+    "num_attention_heads": TEXT_CONFIG.num_attention_heads,
+    "num_key_value_heads": TEXT_CONFIG.num_key_value_heads,
+    "rms_norm_eps": TEXT_CONFIG.rms_norm_eps,
+    "rope_theta": 1e6,
+    "dropped_tokens": 34,  # of the prompt's template
+}
+DIT_CONFIG: dict[str, Any] = {
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "axes_dims_rope": (16, 56, 56),
+}
+VAE_CONFIG: dict[str, Any] = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 MODULATION = re.compile(r"(time_text_embed|norm_out)\.|.*\.(img|txt)_mod\.")
 
 # (pattern of a tensor's name, mean, gain): a vector has the standard deviation `gain`, a matrix
-# gain/√fan-in; the first match counts. Sixty blocks add to the residual stream what three of full
-# size would, gates are as large as in a trained model, and heads pick some of their keys: with
-# torch's own initialization all of this is close to 0, and errors would not show.
+# gain/√fan-in; the first match counts. Every block adds much to the residual stream: with torch's
+# own initialization gates and modulation are close to 0, and errors hardly show.
 GAINS: list[tuple[str, float, float]] = [
     (r"timestep_embedder\.linear_[12]\.weight", 0.0, 2.0),
-    (r"attn\.norm_(added_)?[qk]\.weight", 1.8, 0.2),
     (r"attn\.to_(add_)?out.*weight", 0.0, 2.5),
     (r"_mod\.1\.weight|norm_out\.linear\.weight", 0.0, 0.3),
     (r"_mod\.1\.bias", 0.15, 0.1),
@@ -70,8 +80,16 @@ def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> T
     return tensor.normal_(mean, gain / fan_in**0.5, generator=generator)
 
 
-def transformer() -> Any:
-    module = random_module(QwenImageTransformer2DModel, 1)
+def transformer(initialized: bool) -> Any:
+    """initialized: by torch's own rules instead of `GAINS`."""
+    if initialized:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(DEVICE):
+            module = QwenImageTransformer2DModel().eval().requires_grad_(False)
+        torch.set_default_dtype(default)
+    else:
+        module = random_module(QwenImageTransformer2DModel, 1)
     # Its rotary table is no buffer, so that it stayed where the module was made.
     module.pos_embed = QwenImageTransformer2DModel(num_layers=0).pos_embed
     return module

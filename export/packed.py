@@ -161,5 +161,5 @@ def configuration(engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
         }
     if engine.name == "vae_decoder":
         return {name: checkpoint.vae.config[name] for name in ("dim_mult", "num_res_blocks")}
-    names = ("num_layers", "attention_head_dim", "axes_dims_rope")
-    return {name: checkpoint.transformer.config[name] for name in names}
+    needed = ("num_layers", "attention_head_dim", "axes_dims_rope")
+    return {name: checkpoint.transformer.config[name] for name in needed}

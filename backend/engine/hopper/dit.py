@@ -64,8 +64,9 @@ class Tokens(NamedTuple):
 
     text_rows: int
     slots: Tensor  # INT32 [R], their places in the joint attention, −1 for none
-    lengths: tuple[int, ...] | Tensor  # of the samples there; on the device for FP8
-    taken: Tensor  # INT32 [R], as `slots`; for FP8 padding takes the row of noughts behind all
+    lengths: tuple[int, ...]  # of the samples there; empty for FP8
+    real: Tensor  # the same, INT32 [B] on the device
+    taken: Tensor  # INT32 [R], as `slots`, but padding takes the row of noughts behind all
     cos: Tensor  # FP32 [R, D/2]
     sin: Tensor
     table: Tensor  # modulations, BF16 [B, N + 1, 2, 6d]; the last one is `final_modulation`
@@ -84,16 +85,16 @@ class Dit:
         self.blocks = []
         for i in range(config["num_layers"]):
             prefix = f"transformer_blocks.{i}"
-            pairs = [
+            qkv, out, mlp_in, mlp_out = (
                 Pair(*(linear(weights, f"{prefix}.{stream}.{kind}") for stream in Pair._fields))
                 for kind in ("qkv", "out", "mlp_in", "mlp_out")
-            ]
+            )
             amax = weights.get(f"{prefix}.attention.amax")
             scales = None if amax is None else Scales.of(amax)
-            self.blocks.append(Block(weights[f"{prefix}.norms.weight"], *pairs, scales))
-        self.fp8_attention = None
-        if self.blocks[0].scales is not None:
-            self.fp8_attention = Fp8Attention(self.txt_norm.device)
+            norms = weights[f"{prefix}.norms.weight"]
+            self.blocks.append(Block(norms, qkv, out, mlp_in, mlp_out, scales))
+        with_scales = self.blocks[0].scales is not None
+        self.fp8_attention = Fp8Attention(self.txt_norm.device) if with_scales else None
         self.replayed = Replayed(self.predict)
 
     def __call__(
@@ -150,7 +151,10 @@ class Dit:
     ) -> Tokens:
         batch, text_tokens = text_mask.shape
         positions = torch.cat(
-            [position_ids[:, :text_tokens].flatten(0, 1), position_ids[:, text_tokens:].flatten(0, 1)]
+            [
+                position_ids[:, :text_tokens].flatten(0, 1),
+                position_ids[:, text_tokens:].flatten(0, 1),
+            ]
         ).float()
         angles = torch.cat(
             [
@@ -171,12 +175,11 @@ class Dit:
         )
         text_rows = batch * text_tokens
         slots = join(text_mask, image_tokens, padded=not lengths)
-        if lengths:
-            return Tokens(text_rows, slots, lengths, slots, angles.cos(), angles.sin(), table, index)
         taken = slots.clone()
         taken[:text_rows].masked_fill_(~text_mask.flatten(), len(slots))
         real = (text_mask.sum(1) + image_tokens).int()
-        return Tokens(text_rows, slots, real, taken, angles.cos(), angles.sin(), table, index)
+        cos, sin = angles.cos(), angles.sin()
+        return Tokens(text_rows, slots, lengths, real, taken, cos, sin, table, index)
 
     def block(self, block: Block, i: int, x: Tensor, y: Tensor | None, tokens: Tokens) -> Tensor:
         """Changes `x` in place; returns what is still to be added to it, before its gate."""
@@ -200,18 +203,17 @@ class Dit:
 
         return block.mlp_out(activated, text_rows, rows)
 
-    def attention(
-        self, block: Block, qkv: Tensor, tokens: Tokens
-    ) -> Callable[[slice, bool], Rows]:
+    def attention(self, block: Block, qkv: Tensor, tokens: Tokens) -> Callable[[slice, bool], Rows]:
         """Gives the attention's output in the order of the streams, noughts for padding."""
         norms = block.norms.view(2, 2, self.size)
         given = (qkv, norms, tokens.cos, tokens.sin, tokens.slots, tokens.text_rows)
-        if block.scales is None:
+        scales = block.scales
+        if self.fp8_attention is None or scales is None:
             mixed = attend(*place_heads(*given), tokens.lengths)
             return lambda part, fp8: gathered(mixed, tokens.slots[part], fp8)
-        heads = place_heads(*given, block.scales.value)
-        mixed = self.fp8_attention(*heads, tokens.lengths, block.scales)
-        return lambda part, fp8: gathered_e4m3(mixed, block.scales, tokens.taken[part], fp8)
+        heads = place_heads(*given, scales.value)
+        mixed = self.fp8_attention(*heads, tokens.real, scales)
+        return lambda part, fp8: gathered_e4m3(mixed, scales, tokens.taken[part], fp8)
 
     def norm(
         self,

@@ -124,9 +124,7 @@ def _build(cudnn: Any, handle: Any, batch: int, heads: int, tokens: int, size: i
         name: graph.tensor(name=name, dim=shape, stride=strides, data_type=fp8) for name in "qkv"
     }
     for name in ("seq_q", "seq_kv"):
-        tensors[name] = graph.tensor(
-            name=name, dim=[batch, 1, 1, 1], stride=one, data_type=int32
-        )
+        tensors[name] = graph.tensor(name=name, dim=[batch, 1, 1, 1], stride=one, data_type=int32)
     scales = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
     for name in scales:
         tensors[name] = graph.tensor(name=name, dim=one, stride=one, data_type=fp32)

@@ -1,28 +1,42 @@
-"""The fused operations: the kernels where there is a GPU, what they compute in torch elsewhere."""
+"""The fused operations: by the kernels on a GPU, elsewhere by what they compute in torch.
+
+Arguments and results are those of the namesakes in `hopper/reference.py`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hopper import reference
 
-if torch.cuda.is_available():
-    from hopper.kernels.heads import place_heads
-    from hopper.kernels.norm import norm_modulate
-    from hopper.kernels.pixels import norm_silu
-    from hopper.kernels.quantize import quantize_rows
-else:
-    from hopper.reference import norm_modulate, norm_silu, place_heads, quantize_rows
+if torch.cuda.is_available():  # the compiler need not be installed elsewhere
+    from hopper import kernels
 
-__all__ = ["norm_modulate", "norm_silu", "place_heads", "quantize_rows", "scaled_mm"]
+
+def norm_modulate(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return (kernels if x.is_cuda else reference).norm_modulate(x, *arguments)
+
+
+def place_heads(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (kernels if qkv.is_cuda else reference).place_heads(qkv, *arguments)
+
+
+def quantize_rows(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return (kernels if x.is_cuda else reference).quantize_rows(x, **options)
+
+
+def norm_silu(x: Tensor, gamma: Tensor, **options: Any) -> Tensor:
+    return (kernels if x.is_cuda else reference).norm_silu(x, gamma, **options)
 
 
 def scaled_mm(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """As `reference.scaled_mm`, on the tensor cores; their sums within 128 products have 22 bits
-    (“fast accumulation”), which twice the speed is worth."""
+    """The GPU's tensor cores add up to 128 products with fewer bits than FP32 has (“fast
+    accumulation”), which makes them an eighth faster."""
     if not x.is_cuda:
         reference.scaled_mm(x, x_scale, weight, scale, bias, out)
         return

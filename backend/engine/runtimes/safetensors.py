@@ -1,4 +1,4 @@
-"""Torch with fused kernels on a Hopper GPU: `model.safetensors`, whose forward pass is in `hopper/`.
+"""Torch and fused kernels on Hopper GPUs: `model.safetensors`; the forward passes are in `hopper/`.
 
 Parameters of the model's configuration:
 

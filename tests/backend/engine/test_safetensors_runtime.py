@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from export import entry
 from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
@@ -17,7 +19,6 @@ from export.recipe import load_recipe
 from export.reference import REFERENCES
 from runtimes import EngineError
 from runtimes.safetensors import Runtime
-
 from tests.make_checkpoint import cached_checkpoint
 
 # Relative errors that the formats explain; a wrong layout, gate or rotation gives 1. The small text
@@ -74,3 +75,45 @@ def test_equals_the_stock_module(
             result = results[output]
             assert result.shape == value.shape and result.dtype == runtime.outputs[output]
             assert relative_error(result, value) < ALLOWED[name, precision]
+
+
+@pytest.fixture(scope="module")
+def written(
+    checkpoint: Checkpoint, made: dict[str, Engine], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("modulation")
+    write(made["modulation"], checkpoint, "bf16", folder)
+    return folder / PACKED
+
+
+def refusal(artifact: Path, parameters: dict[str, str]) -> str:
+    with pytest.raises(EngineError) as caught:
+        Runtime(artifact, parameters)
+    return str(caught.value)
+
+
+def test_refuses_a_file_that_is_cut_off(written: Path, tmp_path: Path) -> None:
+    short = tmp_path / PACKED
+    short.write_bytes(written.read_bytes()[:-100])
+    assert "run 'make export'" in refusal(short, {"device": "cpu"})
+
+
+def test_refuses_a_file_of_something_else(written: Path, tmp_path: Path) -> None:
+    other = tmp_path / PACKED
+    save_file({"weight": torch.zeros(2)}, other)
+    assert "has no description of format 1" in refusal(other, {"device": "cpu"})
+
+
+def test_refuses_an_unknown_device(written: Path) -> None:
+    assert "it must be cuda or cpu" in refusal(written, {"device": "gpu"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_needs_a_gpu_unless_told_otherwise(written: Path) -> None:
+    assert "torch finds none here" in refusal(written, {})
+
+
+def test_says_in_one_sentence_that_the_engine_failed(written: Path) -> None:
+    runtime = Runtime(written, {"device": "cpu"})
+    with pytest.raises(EngineError, match="the engine failed"):
+        runtime.run({"timestep": torch.zeros(2, 3)})

@@ -1,5 +1,9 @@
 """Gated residual, LayerNorm, modulation and quantization of a row in one pass."""
 
+# The kernels' language has no types, and no unpacking of tuples.
+# mypy: ignore-errors
+# ruff: noqa: RUF005
+
 from __future__ import annotations
 
 import torch

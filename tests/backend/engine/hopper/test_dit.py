@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from export import entry
 from export.checkpoint import Checkpoint
 from export.engines import engines
@@ -16,7 +17,6 @@ from export.reference import DitReference
 from hopper.attention import join
 from hopper.dit import Dit
 from hopper.weights import load
-
 from tests.make_checkpoint import cached_checkpoint
 
 NAMES = (

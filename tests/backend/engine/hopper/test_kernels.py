@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+
 from hopper import reference
 
 pytest.importorskip("triton")
