@@ -37,7 +37,7 @@ from hopper.modulation import Modulation
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "nvidia-cudnn-frontend", "cache-dit")
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd")
 TEXT_TOKENS = 128
 SIGMAS = (0.95, 0.6, 0.2)
 # Latent patches down and across; two rows are one guided step.
@@ -97,20 +97,20 @@ class Models:
         return stock_step(self.stock, inputs, [[(1, height, width)]] * batch, sigma)
 
     def use_fp8_attention(self) -> None:
-        """Calibrates its scales on one prediction, then uses it."""
+        """Takes the values' scales from one prediction, then uses it."""
         largest: list[Tensor] = []
         attend = hopper_dit.attend
 
-        def recorded(q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:
-            out = attend(q, k, v, lengths)
-            largest.append(torch.stack([v.abs().max(), out.abs().max()]).float())
-            return out
+        def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+            largest.append(v.abs().max().float().view(1))
+            return attend(q, k, v, *arguments)
 
         hopper_dit.attend = recorded
-        self.dit.predict(**self.inputs(2, 64, 64), lengths=(4096 + TEXT_TOKENS,) * 2)
+        lengths = (4096 + TEXT_TOKENS,) * 2 if self.dit.needs_lengths else ()
+        self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
         hopper_dit.attend = attend
-        for i, amax in enumerate(largest):
-            self.weights[f"transformer_blocks.{i}.attention.amax"] = amax
+        for i, value in enumerate(largest):
+            self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
         self.dit = Dit(self.weights, full.DIT_CONFIG)
 
 

@@ -55,7 +55,7 @@ def from_data_sheet(name: str, fp8: float, bf16: float, bandwidth: float, memory
 CARDS = [
     H200,
     from_data_sheet("H100 SXM", 1979, 989, 3.35, 80),
-    from_data_sheet("B200", 4500, 2250, 8.0, 180),
+    from_data_sheet("B200", 4500, 2250, 7.7, 180),
     from_data_sheet("B300", 4500, 2250, 8.0, 288),
     from_data_sheet("RTX PRO 6000 Blackwell", 1007, 503, 1.79, 96),
     from_data_sheet("RTX 5090", 419, 209, 1.79, 32),

@@ -114,6 +114,6 @@ def norm_modulate(
         FP8=fp8,
         ROWS=ROWS,
         **pieces_of(width),
-        num_warps=4,
+        num_warps=8,
     )
     return out, scales

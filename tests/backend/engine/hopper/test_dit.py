@@ -34,15 +34,15 @@ def reference() -> DitReference:
     return DitReference(Checkpoint(cached_checkpoint()))
 
 
-def engine(folder: Path, formats: dict[str, list[str]], amax: float | None = None) -> Dit:
+def engine(folder: Path, formats: dict[str, list[str]], largest: float | None = None) -> Dit:
     checkpoint = Checkpoint(cached_checkpoint())
     dit = next(engine for engine in engines(checkpoint) if engine.name == "dit")
     recipe = EngineRecipe("test", "test", "bf16", formats)
     write_packed(dit, checkpoint, recipe, entry(dit, {}), folder, ignore_progress)
     weights, description = load(folder / PACKED, torch.device("cpu"))
-    if amax is not None:
+    if largest is not None:
         for i in range(dit.blocks):
-            weights[f"transformer_blocks.{i}.attention.amax"] = torch.tensor([amax, amax])
+            weights[f"transformer_blocks.{i}.attention.largest_value"] = torch.tensor([largest])
     return Dit(weights, description["config"])
 
 
@@ -70,22 +70,19 @@ def test_streams_of_different_formats(reference: DitReference, tmp_path: Path) -
 
 
 def test_attention_in_e4m3(reference: DitReference, tmp_path: Path) -> None:
-    assert max(errors(engine(tmp_path, {}, amax=8.0), reference)) < 0.12
+    assert max(errors(engine(tmp_path, {}, largest=8.0), reference)) < 0.12
 
 
 def test_places_of_rows() -> None:
     mask = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
-    # Two image tokens each; the first sample's second text token is padding, as is all of the third
-    # one's text.
-    packed = [0, -1, 1, 4, 5, 6, -1, -1, -1, 2, 3, 7, 8, 9, 10]
-    padded = [0, 4, 1, 5, 6, 7, 12, 13, 14, 2, 3, 8, 9, 10, 11]
-    assert join(mask, 2, padded=False).tolist() == packed
-    assert join(mask, 2, padded=True).tolist() == padded
+    slots, ends = join(mask, 2)  # two image tokens each
+    assert slots.tolist() == [0, -1, 1, 4, 5, 6, -1, -1, -1, 2, 3, 7, 8, 9, 10]
+    assert ends.tolist() == [0, 4, 9, 11]
 
 
 def test_padding_is_not_attended_to(reference: DitReference, tmp_path: Path) -> None:
-    for amax in (None, 8.0):
-        dit = engine(tmp_path, {}, amax)
+    for largest in (None, 8.0):
+        dit = engine(tmp_path, {}, largest)
         case = dict(reference.cases[0])
         given = [
             case[name].bfloat16() if case[name].is_floating_point() else case[name]

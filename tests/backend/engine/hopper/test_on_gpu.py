@@ -8,15 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hopper import ops, reference
-from hopper.attention import attend
+from hopper.attention import Samples, attend, flash_attention
 from hopper.dit import Dit
-from hopper.fp8_attention import Fp8Attention, Scales
 from hopper.replay import Replayed
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-CPU = torch.device("cpu")
 CONFIG = {"num_layers": 3, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
 WIDTH, TEXT_WIDTH = 256, 96
 
@@ -48,27 +46,25 @@ def test_scaled_mm(rows: int, width: int, out: int, biased: bool) -> None:
     close(results[0], results[1], 0.01)
 
 
-@pytest.mark.parametrize("lengths", [[70, 70], [131, 5, 70], [300]])
-def test_attend(lengths: list[int]) -> None:
-    q, k, v = (normal(sum(lengths), 3, 128) for _ in range(3))
-    expected = attend(q.float().cpu(), k.float().cpu(), v.float().cpu(), lengths)
-    close(attend(q, k, v, lengths), expected, 0.01)
-
-
-def test_fp8_attention() -> None:
-    pytest.importorskip("cudnn")
-    lengths = torch.tensor([131, 37], dtype=torch.int32, device="cuda")
-    q, k, v = (normal(2 * 131, 3, 128).to(torch.float8_e4m3fn) for _ in range(3))
-    # Rows behind a sample's length must not matter, whatever they are.
+@pytest.mark.parametrize("lengths", [(70, 70), (131, 5, 70), (300,)])
+@pytest.mark.parametrize("kind", ["cudnn", "flash_attention", "flash_attention_e4m3"])
+def test_attend(lengths: tuple[int, ...], kind: str) -> None:
+    if kind != "cudnn" and flash_attention() is None:
+        pytest.skip("needs fa3-fwd")
+    rows = sum(lengths) + 3  # behind the last sample there may be anything
+    q, k, v = (normal(rows, 3, 128) for _ in range(3))
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    on_cpu = (x.float().cpu() for x in (q, k, v))
+    expected = attend(*on_cpu, Samples(ends.cpu(), 0, lengths))[: sum(lengths)]
     for x in (q, k, v):
-        x[131 + 37 :].view(torch.uint8).fill_(0x7E)  # 448
-    scales = Scales.of(torch.tensor([4.0, 2.0], device="cuda"))
-    found = Fp8Attention(q.device)(q, k, v, lengths, scales)
-    on_cpu = Scales(*(scale.cpu() for scale in scales))
-    expected = Fp8Attention(CPU)(q.cpu(), k.cpu(), v.cpu(), lengths.cpu(), on_cpu)
-    valid = torch.arange(2 * 131 + 1) < 131 + 37
-    close(found[valid.cuda()], expected[valid], 0.1)
-    assert not found[-1].float().any()
+        x[sum(lengths) :] = torch.nan
+    descale, tolerance = None, 0.01
+    if kind == "flash_attention_e4m3":
+        descale, tolerance = torch.tensor([0.25], device="cuda"), 0.1
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v / descale))
+    samples = Samples(ends, 400, lengths if kind == "cudnn" else ())
+    found = attend(q, k, v, samples, descale)
+    close(found[: sum(lengths)], expected, tolerance)
 
 
 def test_a_replayed_pass_computes_what_it_recorded() -> None:
@@ -114,10 +110,11 @@ def small_weights(fp8: bool) -> dict[str, Tensor]:
 def test_dit(fp8: bool, fp8_attention: bool) -> None:
     weights = small_weights(fp8)
     if fp8_attention:
-        pytest.importorskip("cudnn")
+        if flash_attention() is None:
+            pytest.skip("needs fa3-fwd")
         for i in range(CONFIG["num_layers"]):
-            amax = torch.tensor([8.0, 8.0], device="cuda")
-            weights[f"transformer_blocks.{i}.attention.amax"] = amax
+            largest = torch.tensor([8.0], device="cuda")
+            weights[f"transformer_blocks.{i}.attention.largest_value"] = largest
     text, image, counts = 13, 77, torch.tensor([[13], [4]], device="cuda")
     given = (
         normal(2, image, 64),
