@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Samples(NamedTuple):
-    """Where the samples lie that share one array of rows; what is behind the last is unused.
+    """Where the samples lie that share one array of rows; what is behind the last only has to be
+    finite.
 
     ends: INT32 [B + 1], the first row of each sample and the end of the last one.
     longest: rows that a sample may have at most.
@@ -43,13 +44,15 @@ def needs_lengths(device: torch.device) -> bool:
 def join(text_mask: Tensor, image_tokens: int) -> tuple[Tensor, Tensor]:
     """Places INT32 [R] of rows in the order "all text, then all image", and the samples' `ends`.
 
-    A sample has its valid text first, then its image, and the next sample follows at once; padding
-    has the place −1. text_mask: BOOL [B, T].
+    A sample has its valid text first, then its image, and the next sample follows at once. Padding
+    lies behind the last sample: kernels read on to the end of a tile, and not finite values there
+    would spread. text_mask: BOOL [B, T].
     """
     counts = text_mask.sum(1, keepdim=True)
     ends = functional.pad((counts + image_tokens).flatten().cumsum(0), (1, 0))
     starts = ends[:-1, None]
-    text = torch.where(text_mask, starts + text_mask.cumsum(1) - 1, -1)
+    padding = ends[-1] + (~text_mask).flatten().cumsum(0).view_as(text_mask) - 1
+    text = torch.where(text_mask, starts + text_mask.cumsum(1) - 1, padding)
     image = starts + counts + torch.arange(image_tokens, device=text_mask.device)
     return torch.cat([text.flatten(), image.flatten()]).int(), ends.int()
 

@@ -66,7 +66,8 @@ class Tokens(NamedTuple):
     """What all blocks share of the rows."""
 
     text_rows: int
-    slots: Tensor  # INT32 [R], their places among the samples of the attention, −1 for padding
+    places: Tensor  # INT32 [R], in the attention
+    taken: Tensor  # the same, but −1 for padding
     samples: Samples
     cos: Tensor  # FP32 [R, D/2]
     sin: Tensor
@@ -148,10 +149,15 @@ class Dit:
         """The same for texts of a multiple's length. lengths: for `Samples`."""
         batch, text_tokens = text_mask.shape
         image_tokens = hidden_states.shape[1]
-        slots, ends = join(text_mask, image_tokens)
+        places, ends = join(text_mask, image_tokens)
+        taken = places.clone()
+        taken[: batch * text_tokens].masked_fill_(~text_mask.flatten(), -1)
+        # Whatever lies in the padding, it must be finite: see `join`.
+        encoder_hidden_states = torch.where(text_mask[..., None], encoder_hidden_states, 0)
         tokens = Tokens(
             batch * text_tokens,
-            slots,
+            places,
+            taken,
             Samples(ends, text_tokens + image_tokens, lengths),
             *self.rotation(position_ids, text_tokens),
             *self.modulations(block_modulation, final_modulation, text_tokens, image_tokens),
@@ -203,11 +209,11 @@ class Dit:
             return normed(x, y, tokens, part, fp8, GATE_2, SHIFT_1, SCALE_1, i)
 
         qkv = block.qkv(attention_input, text_rows, rows)
-        heads = (qkv, block.norms, tokens.cos, tokens.sin, tokens.slots, text_rows)
+        heads = (qkv, block.norms, tokens.cos, tokens.sin, tokens.places, text_rows)
         mixed = attend(*place_heads(*heads, block.v_scale), tokens.samples, block.v_descale)
 
         def attention_output(part: slice, fp8: bool) -> Rows:
-            return gathered(mixed, tokens.slots[part], fp8)
+            return gathered(mixed, tokens.taken[part], fp8)
 
         y = block.out(attention_output, text_rows, rows)
 

@@ -76,7 +76,7 @@ def test_attention_in_e4m3(reference: DitReference, tmp_path: Path) -> None:
 def test_places_of_rows() -> None:
     mask = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
     slots, ends = join(mask, 2)  # two image tokens each
-    assert slots.tolist() == [0, -1, 1, 4, 5, 6, -1, -1, -1, 2, 3, 7, 8, 9, 10]
+    assert slots.tolist() == [0, 11, 1, 4, 5, 6, 12, 13, 14, 2, 3, 7, 8, 9, 10]
     assert ends.tolist() == [0, 4, 9, 11]
 
 
@@ -89,6 +89,6 @@ def test_padding_is_not_attended_to(reference: DitReference, tmp_path: Path) -> 
             for name in NAMES
         ]
         before = dit(*given)
-        given[1] = torch.where(case["text_mask"][..., None], given[1], 100.0)
+        given[1] = torch.where(case["text_mask"][..., None], given[1], torch.nan)
         assert not case["text_mask"].all()
         assert torch.equal(dit(*given), before)
