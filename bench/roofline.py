@@ -2,9 +2,10 @@
 
     python -m bench.roofline
 
-Every piece of work takes the longer of its arithmetic and its traffic. The H200's ceilings were
-measured; other cards get their data sheet's, cut by what the H200 reached of its own, and their
-times are marked as computed.
+Every piece of work takes the longer of its arithmetic and its traffic. `ROOF` are an H200's
+ceilings, measured one by one in a cool moment; `H200` is what it keeps up for seconds, where its
+power limit counts, and predicts times. Other cards get their data sheet's rates, cut by what the
+H200 keeps up of its own, and their times are marked as computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ BYTES = {"fp8": 1, "bf16": 2}
 
 @dataclass(frozen=True)
 class Card:
-    """Ceilings in TFLOP/s (dense) and TB/s, memory in GB. `measured`: on the card itself."""
+    """Ceilings in TFLOP/s (dense) and TB/s, memory in GB. `measured`: on the card itself.
+
+    kernel: microseconds that each kernel takes besides, for its start and its last, partly idle
+    wave.
+    """
 
     name: str
     fp8: float
@@ -29,10 +34,12 @@ class Card:
     attention_fp8: float
     bandwidth: float
     memory: float
+    kernel: float = 6
     measured: bool = False
 
 
-# One H200 SXM in a step's own mix of work, where its power limit counts: `docs/hopper.md`.
+# Measured on one H200 SXM: `docs/hopper.md`.
+ROOF = Card("H200, each ceiling alone", 1523, 792, 768, 898, 4.18, 141, kernel=0, measured=True)
 H200 = Card("H200", 1500, 720, 620, 750, 3.4, 141, measured=True)
 
 
@@ -70,10 +77,12 @@ class Piece(NamedTuple):
     tflop: float
     rate: str
     terabytes: float
+    kernels: int = 1
 
     def seconds(self, card: Card) -> float:
         rate: float = getattr(card, self.rate)
-        return max(self.tflop / rate, self.terabytes / card.bandwidth)
+        busy = max(self.tflop / rate, self.terabytes / card.bandwidth)
+        return busy + self.kernels * card.kernel * 1e-6
 
 
 class Work(NamedTuple):
@@ -85,7 +94,13 @@ class Work(NamedTuple):
     def times(self, count: int) -> Work:
         return Work(
             [
-                piece._replace(tflop=piece.tflop * count, terabytes=piece.terabytes * count)
+                Piece(
+                    piece.what,
+                    piece.tflop * count,
+                    piece.rate,
+                    piece.terabytes * count,
+                    piece.kernels * count,
+                )
                 for piece in self.pieces
             ]
         )
@@ -117,7 +132,7 @@ def dit_work(
     block.append(
         Piece("attention", attention, f"attention_{kind}", 1e-12 * rows * D * 4 * BYTES[kind])
     )
-    block.append(Piece("element-wise", 0.0, precision, elementwise))
+    block.append(Piece("element-wise", 0.0, precision, elementwise, kernels=5))
     return Work(block).times(BLOCKS)
 
 
