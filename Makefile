@@ -12,9 +12,11 @@ PROMPT ?= a red circle on the left and a blue square on the right, white backgro
 PIP_ARGS ?=
 
 BIN := .venv/bin
+STAGES = --verify "$(VERIFY)" $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") \
+    $(if $(ONNX),--onnx "$(ONNX)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 MODELS := tokenize denoise encode_image
 
-.PHONY: help setup demo test lint format export calibrate serve quality bench clean
+.PHONY: help setup demo test lint format onnx export calibrate serve quality verify bench clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,7 +42,7 @@ test: setup  ## run all tests
 lint: setup  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy export build serving quality training bench client/qwen_image_client tests/make_checkpoint.py
+	$(BIN)/mypy export build serving quality verification training bench client/qwen_image_client tests/make_checkpoint.py
 	@for model in $(MODELS); do \
 	    folder=model_repository/$$model/1; \
 	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \
@@ -51,11 +53,12 @@ format: setup  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-export: setup  ## CHECKPOINT=<dir> PROFILE=<name> [REPOSITORY=<dir>] [VERIFY=full] [CALIBRATION=<file>]
-	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make export CHECKPOINT=<dir>" >&2; exit 1; }
-	@$(BIN)/python -m build --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
-	    --repository "$(REPOSITORY)" --verify "$(VERIFY)" \
-	    $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+onnx: setup  ## CHECKPOINT=<dir> PROFILE=<name> [ONNX=<dir>] [VERIFY=full] [CALIBRATION=<file>]: up to the engines
+	@$(BIN)/python -m build onnx --profile "$(PROFILE)" --repository "$(REPOSITORY)" $(STAGES)
+
+export: setup  ## PROFILE=<name> CHECKPOINT=<dir> and the like of onnx, or its ONNX=<dir>; [REPOSITORY=<dir>] [TARGET=<sm>]
+	@$(BIN)/python -m build export --profile "$(PROFILE)" --repository "$(REPOSITORY)" $(STAGES) \
+	    $(if $(TARGET),--target "$(TARGET)")
 
 calibrate: setup  ## CHECKPOINT=<dir> CALIBRATION=<file> [PROMPTS=<file>]: ranges for quantized engines
 	@test -n "$(CHECKPOINT)" -a -n "$(CALIBRATION)" || \
@@ -72,6 +75,12 @@ quality: setup  ## measure the pictures [OUT= SERVER=<host:port> | REPOSITORY= P
 	@$(BIN)/python -m quality run --out "$(OUT)" $(if $(SERVER),--server "$(SERVER)") \
 	    $(if $(filter-out file,$(origin REPOSITORY)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
 	    $(if $(GATE),--gate "$(GATE)") $(if $(REFERENCE),--reference "$(REFERENCE)")
+
+verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<dir> PROFILE=<name> [GATE= OUT=]
+	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make verify CHECKPOINT=<dir>" >&2; exit 1; }
+	@$(BIN)/python -m verification --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
+	    --repository "$(REPOSITORY)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)") \
+	    $(if $(GATE),--gate "$(GATE)") $(if $(OUT),--out "$(OUT)")
 
 bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
 	$(BIN)/python -m bench.serving

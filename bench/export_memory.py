@@ -12,47 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.common import write_result
+from bench.common import folder_gb, in_process, measured_export, write_result
 from tests.make_checkpoint import make_checkpoint
-
-GB = 1e9
-
-EXPORT = """
-import json, re, sys, time
-from pathlib import Path
-import psutil
-from export import Checkpoint, export_checkpoint
-
-spent = {}
-last = time.monotonic()
-def progress(what, done, total):  # charges the time since the last step to the engine of this one
-    global last
-    now = time.monotonic()
-    engine = what.split(":")[0]
-    spent[engine] = spent.get(engine, 0) + now - last
-    last = now
-
-imports = psutil.Process().memory_info().rss
-start = time.monotonic()
-engines = export_checkpoint(Checkpoint(sys.argv[1]), Path(sys.argv[2]), progress=progress)
-print(json.dumps({
-    "imports": imports,
-    # Not getrusage's ru_maxrss, which a child process takes over from its parent.
-    "peak": 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]),
-    "seconds": time.monotonic() - start,
-    "engine_seconds": spent,
-    "verified": {
-        name: {key: entry["verified"][key] for key in ("mode", "max_abs_error")}
-        for name, entry in engines.items()
-    },
-}))
-"""
 
 RUN = """
 import json, sys, time
@@ -67,21 +33,10 @@ feed = {
     i.name: np.ones([sizes.get(dim, dim) for dim in i.shape], types[i.type])
     for i in session.get_inputs()
 }
-(result,) = session.run(None, feed)
-print(json.dumps({"load_seconds": loaded - start, "run_seconds": time.monotonic() - loaded,
-                  "shape": result.shape, "finite": bool(np.isfinite(result).all())}))
+(output,) = session.run(None, feed)
+result = {"load_seconds": loaded - start, "run_seconds": time.monotonic() - loaded,
+          "shape": output.shape, "finite": bool(np.isfinite(output).all())}
 """
-
-
-def in_process(code: str, *arguments: Path) -> dict[str, Any]:
-    """Runs Python code in a new process, which prints one JSON object as its last line."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def large(work: Path, blocks: int) -> dict[str, Any]:
@@ -95,14 +50,14 @@ def large(work: Path, blocks: int) -> dict[str, Any]:
         dtype="bfloat16",
         max_shard_size=2**30,
     )
-    exported = in_process(EXPORT, checkpoint, work / "engines")
+    exported = measured_export(checkpoint, work / "engines")
     return {
-        "checkpoint_gb": round(size(checkpoint / "transformer") / GB, 2),
-        "dit_gb": round(size(work / "engines" / "dit") / GB, 2),
-        "modulation_gb": round(size(work / "engines" / "modulation") / GB, 2),
-        "imports_gb": round(exported["imports"] / GB, 3),
-        "peak_above_imports_gb": round((exported["peak"] - exported["imports"]) / GB, 3),
-        "export_seconds": round(exported["seconds"], 1),
+        "checkpoint_gb": folder_gb(checkpoint / "transformer"),
+        "dit_gb": exported["engines_gb"]["dit"],
+        "modulation_gb": exported["engines_gb"]["modulation"],
+        "imports_gb": exported["imports_gb"],
+        "peak_above_imports_gb": round(exported["peak_gb"] - exported["imports_gb"], 3),
+        "export_seconds": exported["seconds"],
         "verified": exported["verified"],
         "dit_run": in_process(RUN, work / "engines" / "dit"),
     }
@@ -111,11 +66,14 @@ def large(work: Path, blocks: int) -> dict[str, Any]:
 def deep(work: Path, blocks: int) -> dict[str, Any]:
     print(f"exporting a small checkpoint with {blocks} blocks")
     checkpoint = make_checkpoint(work / "checkpoint", blocks=blocks)
-    exported = in_process(EXPORT, checkpoint, work / "engines")
+    exported = measured_export(checkpoint, work / "engines")
+    steps = exported["step_seconds"]
     return {
         "blocks": blocks,
-        "export_seconds": round(exported["seconds"], 1),
-        "dit_export_seconds": round(exported["engine_seconds"]["dit"], 1),
+        "export_seconds": exported["seconds"],
+        "dit_export_seconds": round(
+            sum(steps[what] for what in steps if what.startswith("dit:")), 1
+        ),
     }
 
 

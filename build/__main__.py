@@ -1,4 +1,4 @@
-"""Command line of `make export`."""
+"""Command line of `make onnx` and `make export`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ import signal
 import sys
 from pathlib import Path
 
-from build.profile import BuildError, load_profile
 
-
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m build", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers layout")
+    parser.add_argument(
+        "until",
+        nargs="?",
+        choices=("onnx", "export"),
+        default="export",
+        help="onnx: everything up to the engines, on any machine; export: the whole repository",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="diffusers layout; not needed with a finished --onnx"
+    )
     parser.add_argument("--profile", default="cpu", help="a file in build/profiles/")
     parser.add_argument("--repository", type=Path, help="default: artifacts/<profile>")
+    parser.add_argument(
+        "--onnx", type=Path, help="where finished stages are kept; default: <repository>.onnx"
+    )
+    parser.add_argument(
+        "--target", help="the architecture to build for, such as sm120; default: the GPU's here"
+    )
     parser.add_argument(
         "--verify",
         choices=("auto", "full"),
@@ -22,47 +35,60 @@ def main() -> int:
         help="full: check engines over 2 GB as a whole, too",
     )
     parser.add_argument(
-        "--calibration", type=Path, help="a file of export.calibrate, for profiles that quantize"
+        "--calibration",
+        type=Path,
+        help="a file of export.calibrate, for profiles that quantize; made if none is named",
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
-    try:
-        profile = load_profile(arguments.profile)
-    except BuildError as error:
-        print(f"export failed: {error}", file=sys.stderr)
-        return 1
-    repository = (arguments.repository or Path("artifacts") / profile.name).resolve()
-    print(f"exporting {arguments.checkpoint} to {repository} …", flush=True)
+    repository = (arguments.repository or Path("artifacts") / arguments.profile).resolve()
+    onnx = (arguments.onnx or repository.with_name(f"{repository.name}.onnx")).resolve()
+    result = onnx if arguments.until == "onnx" else repository
+    print(f"exporting {arguments.checkpoint or onnx} to {result} …", flush=True)
     try:
         # These import torch and diffusers, which takes seconds.
-        from build.assemble import assemble
+        from build.assemble import assemble, assemble_onnx
+        from build.profile import BuildError, load_profile
         from build.progress import ProgressBar
         from export import CheckpointError, ExportError
 
         bar = ProgressBar()
         try:
-            done = assemble(
-                arguments.checkpoint,
-                profile,
-                repository,
-                arguments.verify,
-                bar,
-                calibration=arguments.calibration,
-            )
+            profile = load_profile(arguments.profile)
+            common = (arguments.verify, bar, 1, arguments.calibration, onnx)
+            if arguments.until == "onnx":
+                assemble_onnx(arguments.checkpoint, profile, *common)
+                done = True
+            else:
+                done = assemble(
+                    arguments.checkpoint, profile, repository, *common, target=arguments.target
+                )
         except (BuildError, CheckpointError, ExportError) as error:
             bar.close()
             print(f"export failed: {error}", file=sys.stderr)
             return 1
         except OSError as error:
             bar.close()
-            where = error.filename or repository
-            print(f"export failed: {where}: {error.strerror or error}", file=sys.stderr)
+            where = error.filename or (onnx if arguments.until == "onnx" else f"{onnx}, {result}")
+            print(
+                f"export failed: {where}: {error.strerror or error}; the same command goes on from "
+                f"what is finished in {onnx}",
+                file=sys.stderr,
+            )
             return 1
         bar.close()
     except KeyboardInterrupt:
-        print("export interrupted: nothing was changed", file=sys.stderr)
+        print(
+            "export interrupted: the repository is as it was, and the same command goes on from "
+            f"what is finished in {onnx}",
+            file=sys.stderr,
+        )
         return 130
-    print(f"{repository}: {'exported' if done else 'up to date'}")
+    print(f"{result}: {'exported' if done else 'up to date'}")
     return 0
 
 

@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
-from dataclasses import replace
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from build import manifest
+from build.engine_builder import Machine
+from build.engines import build_engines, check_target, engine_folder, machine_for
+from build.onnx_stage import (
+    DESCRIPTION,
+    ROOT,
+    OnnxStage,
+    make_onnx,
+    open_onnx,
+    plan,
+)
 from build.profile import PROFILES, BuildError, Profile
-from build.swap import replaced_when_done
-from export import Checkpoint, Progress, export_checkpoint, ignore_progress
-from export.recipe import EngineRecipe, load_recipe
+from build.stage import Checksums, place
+from build.swap import locked, replaced_when_done
+from export import Checkpoint, Progress, ignore_progress
 
-ROOT = Path(__file__).resolve().parents[1]
-_SOURCES = ("model_repository", "backend", "export")
-_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnxscript")
+_SOURCES = ("model_repository", "backend", "build/engine_builder.py")
 
 
 def assemble(
-    checkpoint_path: Path,
+    checkpoint_path: Path | None,
     profile: Profile,
     repository: Path,
     verify: str = "auto",
     progress: Progress = ignore_progress,
     workers: int = 1,
     calibration: Path | None = None,
+    onnx: Path | None = None,
+    target: str | None = None,
 ) -> bool:
-    """Exports a checkpoint and assembles the repository around its engines.
+    """Exports a checkpoint, builds its engines and assembles the repository around them.
 
     Args:
-        checkpoint_path: a checkpoint in diffusers layout.
+        checkpoint_path: a checkpoint in diffusers layout; None if `onnx` is finished.
         repository: is replaced in one step at the end, or left untouched.
-        verify, progress, workers, calibration: see `export.export_checkpoint`.
+        verify, progress, workers: see `export.export_checkpoint`.
+        calibration: a file of `export.calibrate`, for profiles that quantize; made if it is None.
+        onnx: where the stages are kept, so that an interrupted export goes on; by default beside
+            the repository.
+        target: the architecture to build engines for, of those of the profile; by default that of
+            the GPU in the machine.
 
     Returns:
         Whether anything was done: False if the repository is up to date and intact.
@@ -43,25 +55,78 @@ def assemble(
     Raises:
         CheckpointError, ExportError, BuildError: one sentence for the user.
     """
-    checkpoint = Checkpoint(checkpoint_path)
-    description = checkpoint.describe()
-    versions = {"python": platform.python_version()}
-    versions |= {package: version(package) for package in _PACKAGES}
-    recipes = recipes_of(profile)
-    ranges = manifest.digest(calibration) if calibration and calibration.is_file() else None
-    inputs = manifest.digest_of_inputs(
-        {
-            "checkpoint": description,
-            "versions": versions,
-            "profile": profile.name,
-            "calibration": ranges,
-        },
-        [*(ROOT / name for name in _SOURCES), PROFILES / f"{profile.name}.yaml"],
-        ROOT,
-    )
-    current = manifest.read(repository)
-    if current and current["inputs"] == inputs and manifest.is_intact(repository, current):
-        return False
+    check_target(profile, target)
+    folder = onnx or repository.with_name(f"{repository.name}.onnx")
+    if repository.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise BuildError(
+            f"the stages cannot be in {folder}: it is in {repository}, which is replaced as a whole"
+        )
+    checkpoint = Checkpoint(checkpoint_path) if checkpoint_path else None
+    with locked(folder):
+        if checkpoint:
+            description = checkpoint.describe()
+            planned = plan(description, profile, calibration)
+        else:
+            stage = open_onnx(profile, folder)
+            description, planned = stage.checkpoint, stage.made_from
+        problem, machine = None, None
+        try:
+            machine = machine_for(profile, target)
+        except BuildError as error:  # after the stage, which needs no such machine
+            problem = error
+        inputs = manifest.digest_of_inputs(
+            {
+                "checkpoint": description,
+                "engines": planned,
+                "profile": profile.name,
+                "machine": machine,
+            },
+            [*(ROOT / name for name in _SOURCES), PROFILES / f"{profile.name}.yaml"],
+            ROOT,
+        )
+        current = manifest.read(repository)
+        if (
+            problem is None
+            and current
+            and current["inputs"] == inputs
+            and manifest.is_intact(repository, current)
+        ):
+            return False
+        _check_place(repository, current)
+        if checkpoint:
+            stage = make_onnx(checkpoint, profile, folder, verify, progress, workers, calibration)
+        if problem is not None:
+            raise BuildError(f"{problem}; {_kept(profile, folder)}") from None
+        engines = stage.engines
+        if machine:
+            try:
+                engines = build_engines(stage, profile, machine, progress)
+            except BuildError as error:
+                raise BuildError(f"{error}; {_kept(profile, folder)}") from None
+        with replaced_when_done(repository) as staging:
+            _fill(staging, stage, profile, engines, machine, inputs)
+    return True
+
+
+def assemble_onnx(
+    checkpoint_path: Path | None,
+    profile: Profile,
+    verify: str,
+    progress: Progress,
+    workers: int,
+    calibration: Path | None,
+    onnx: Path,
+) -> None:
+    """Makes everything up to the engines in `onnx`, or what is missing there; see `assemble`."""
+    if checkpoint_path is None:
+        raise BuildError("the ONNX stage needs a checkpoint: name it, as in CHECKPOINT=<dir>")
+    with locked(onnx):
+        checkpoint = Checkpoint(checkpoint_path)
+        make_onnx(checkpoint, profile, onnx, verify, progress, workers, calibration)
+
+
+def _check_place(repository: Path, current: dict[str, Any] | None) -> None:
+    """Raises BuildError if replacing the repository would lose somebody's work."""
     if repository.exists() and current is None and any(repository.iterdir()):
         raise BuildError(
             f"{repository} is not empty and holds no exported repository: name another folder"
@@ -72,59 +137,51 @@ def assemble(
             f"{repository} holds files that were edited ({', '.join(edited)}) and that a new "
             "export would replace: move it away, or name another folder"
         )
-    with replaced_when_done(repository) as staging:
-        models = staging / "model_repository"
-        _copy(ROOT / "model_repository", models)
-        _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
-        exported = staging / "exported"
-        engines = export_checkpoint(
-            checkpoint, exported, verify, progress, workers, recipes, calibration
-        )
-        for engine in engines:
-            for path in (exported / engine).iterdir():
-                path.rename(models / engine / "1" / path.name)
-        (exported / "checkpoint.json").rename(models / "checkpoint.json")
-        (exported / "tokenizer.json").rename(models / "tokenize" / "1" / "tokenizer.json")
-        shutil.rmtree(exported)
-        manifest.write(
-            staging,
-            {
-                "format": manifest.FORMAT,
-                "profile": profile.name,
-                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "inputs": inputs,
-                "checkpoint": {
-                    key: description[key] for key in ("name", "pipeline_class", "fingerprint")
-                },
-                "versions": versions,
-                "engines": _describe_engines(engines, profile),
-                "files": manifest.list_files(staging),
+
+
+def _fill(
+    staging: Path,
+    stage: OnnxStage,
+    profile: Profile,
+    engines: dict[str, dict[str, Any]],
+    machine: Machine | None,
+    inputs: str,
+) -> None:
+    models = staging / "model_repository"
+    _copy(ROOT / "model_repository", models)
+    _copy(ROOT / "backend" / "engine", staging / "backends" / "engine")
+    checksums: Checksums = {}
+    for name in engines:
+        placed = place(engine_folder(stage.folder, profile, machine, name), models / name / "1")
+        checksums |= {f"model_repository/{name}/1/{file}": sums for file, sums in placed.items()}
+    shutil.copyfile(stage.folder / DESCRIPTION / "checkpoint.json", models / "checkpoint.json")
+    tokenizer = stage.folder / DESCRIPTION / "tokenizer.json"
+    shutil.copyfile(tokenizer, models / "tokenize" / "1" / "tokenizer.json")
+    manifest.write(
+        staging,
+        {
+            "format": manifest.FORMAT,
+            "profile": profile.name,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "inputs": inputs,
+            "checkpoint": {
+                key: stage.checkpoint[key] for key in ("name", "pipeline_class", "fingerprint")
             },
-        )
-    return True
+            "versions": stage.versions,
+            "engines": {
+                name: {"runtime": profile.engines[name].runtime, **entry}
+                for name, entry in engines.items()
+            },
+            "files": manifest.list_files(staging, checksums),
+        },
+    )
 
 
-def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
-    """The recipe of each engine that has one. Raises ExportError."""
-    recipes = {}
-    for name, engine in profile.engines.items():
-        if engine.precision != "fp32":
-            recipe = load_recipe(engine.precision)[name]
-            recipes[name] = replace(recipe, compute=profile.compute or recipe.compute)
-    return recipes
-
-
-def _describe_engines(engines: dict[str, dict[str, Any]], profile: Profile) -> dict[str, Any]:
-    made = {name: (engine["precision"], engine["artifact"]) for name, engine in engines.items()}
-    wanted = {name: (engine.precision, engine.artifact) for name, engine in profile.engines.items()}
-    if made != wanted:
-        raise BuildError(
-            f"the profile {profile.name!r} wants the engines {wanted}, the export makes {made}"
-        )
-    return {
-        name: {"runtime": profile.engines[name].runtime, **engine}
-        for name, engine in engines.items()
-    }
+def _kept(profile: Profile, folder: Path) -> str:
+    return (
+        f"the ONNX stage is kept in {folder}, from which `make export PROFILE={profile.name} "
+        "ONNX=<that folder>` goes on, here or where it is carried to"
+    )
 
 
 def _copy(source: Path, target: Path) -> None:

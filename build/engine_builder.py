@@ -71,6 +71,15 @@ class Gpu(NamedTuple):
     sm: str
 
 
+class Machine(NamedTuple):
+    """What builds engines here. device: the GPU's name, None for TensorRT-RTX, which needs none."""
+
+    library: str
+    version: str
+    target: str
+    device: str | None
+
+
 def build_engine(
     model: Path,
     output: Path,
@@ -201,6 +210,46 @@ def find_gpu() -> Gpu | None:
         return None
     major, minor = torch.cuda.get_device_capability()
     return Gpu(torch.cuda.get_device_name(), f"sm{major}{minor}")
+
+
+def find_machine(
+    library: str,
+    targets: Sequence[str],
+    wanted: str | None,
+    profiles: Mapping[str, Sequence[str]],
+) -> Machine:
+    """Returns what builds engines for one of `targets`: `wanted`, if it is named, else the GPU's
+    architecture, else the only one there is.
+
+    profiles: the names of those for a library and target, such as `tensorrt sm90`.
+
+    Raises:
+        BuildError: the library is missing, or none of the targets can be built for here.
+    """
+    trt, title = _import_library(library)
+    gpu = find_gpu()
+    here = wanted if library == RTX else None
+    if here is None and gpu is not None and gpu.sm in targets:
+        here = gpu.sm
+    if here is None and library == RTX and len(targets) == 1:
+        here = targets[0]
+    if here is None and library == RTX:
+        raise BuildError(
+            f"{title} compiles for {' or '.join(targets)}, and "
+            f"{f'the GPU here, {gpu.name}, is {gpu.sm}' if gpu else 'torch finds no GPU here'}: "
+            f"name one, as in TARGET={targets[0]}"
+        )
+    if gpu is not None and (here is None or wanted not in (None, here)):
+        others = profiles.get(f"{library} {gpu.sm}")
+        hint = f", or take PROFILE={' or '.join(others)}" if others else ""
+        raise BuildError(
+            f"{title} builds for the GPU in the machine, which is {gpu.name} ({gpu.sm}), and the "
+            f"engines are wanted for {wanted or ' or '.join(targets)}: run this where such a GPU "
+            f"is{hint}"
+        )
+    target = _choose_target(trt, library, here, gpu)
+    device = gpu.name if gpu and library != RTX else None
+    return Machine(library, trt.__version__, target, device)
 
 
 def complete_profiles(

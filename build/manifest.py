@@ -30,12 +30,19 @@ def is_leftover(name: str) -> bool:
     return name == "__pycache__" or (name.startswith(".") and name != ".gitkeep")
 
 
-def list_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns size and checksum of every file below `folder`, by its relative path."""
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+def list_files(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns size and checksum of every file below `folder`, by its relative path.
+
+    known: what is known of some of them already.
+    """
+    names = {
+        path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != NAME
+    }
+    return {
+        name: known.get(name) or {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for name, path in names.items()
     }
 
 

@@ -1,17 +1,55 @@
-"""Profiles: which runtime and precision every engine gets on a kind of hardware.
+"""Profiles: how every engine is made for a kind of hardware.
 
-A profile is a file in `build/profiles/`; what Triton needs to know of it is in the models'
-`configs/<profile>.pbtxt`.
+A profile is a file in `build/profiles/`:
+
+    description: one line
+    compute: fp32                   # optional: overrides what the recipes compute in
+    targets: [sm120, sm89]          # the GPUs' architectures; only where engines are built
+    engines:
+      dit:
+        runtime: tensorrt           # see RUNTIMES
+        artifact: model.plan        # the runtime's
+        precision: nvfp4            # fp32, or a recipe in export/recipes
+        weight_streaming: true      # optional, rtx only: some weights may stay with the host
+        shapes:                     # only where the engine is built: its optimization profiles
+          - {batch: [1, 2, 8], …}   # smallest, optimized for, largest
+
+What Triton needs to know of it is in the models' `configs/<profile>.pbtxt`.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from export.graph import ExportError
+from export.recipe import COMPUTE, load_recipe
+
 PROFILES = Path(__file__).parent / "profiles"
+# Runtime → its artifact. `tensorrt` is Triton's own backend, the others are those of
+# `backend/engine/runtimes/`.
+RUNTIMES = {"onnx": "model.onnx", "tensorrt": "model.plan", "rtx": "model.rtx"}
+# Runtime → the library that builds its artifact; the others take the graph as it is.
+LIBRARY_OF = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
+# Engine → the sizes that its graph leaves open, besides those that follow from them (the tokens
+# of text and image together, the template's tokens before the text). Tokens of an image are
+# 16×16 pixels, `height` and `width` count latent pixels, which are 8×8.
+SIZES = {
+    "text_encoder": ("batch", "text_tokens"),
+    "modulation": ("batch",),
+    "dit": ("batch", "image_tokens", "text_tokens"),
+    "vae_decoder": ("batch", "height", "width"),
+}
+FP32 = "fp32"
+
+# A size's smallest value, the one to optimize for, the largest.
+Range = tuple[int, int, int]
 
 
 class BuildError(Exception):
@@ -20,12 +58,18 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """How one engine is built. `runtime` names a file in `backend/engine/runtimes/`, `precision` is
-    fp32 or a recipe in `export/recipes/`."""
+    """How one engine is made; `shapes`: for each optimization profile the range of every size."""
 
     runtime: str
     artifact: str
     precision: str
+    shapes: tuple[dict[str, Range], ...] = ()
+    weight_streaming: bool = False
+
+    @property
+    def library(self) -> str | None:
+        """The library that builds the artifact; None if nothing is built."""
+        return LIBRARY_OF.get(self.runtime)
 
 
 @dataclass(frozen=True)
@@ -33,27 +77,135 @@ class Profile:
     """A kind of hardware to build for.
 
     compute: overrides what the recipes compute in (`fp32` for a CPU, which has no BF16).
+    targets: architectures of GPUs, such as `sm120`; none where no engine is built.
     """
 
     name: str
     description: str
     engines: dict[str, EngineProfile]
     compute: str | None = None
+    targets: tuple[str, ...] = ()
+
+    @property
+    def library(self) -> str | None:
+        """The library that builds its engines; None if there are none to build."""
+        return next((engine.library for engine in self.engines.values() if engine.library), None)
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 
 def load_profile(name: str) -> Profile:
     """Reads `build/profiles/<name>.yaml`.
 
     Raises:
-        BuildError: there is no such profile.
+        BuildError: there is no such profile, or it is not as it must be.
     """
-    names = sorted(path.stem for path in PROFILES.glob("*.yaml"))
-    if name not in names:
-        raise BuildError(f"there is no profile {name!r}; the profiles are {', '.join(names)}")
-    data = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
-    return Profile(
-        name=name,
-        description=data["description"],
-        engines={engine: EngineProfile(**fields) for engine, fields in data["engines"].items()},
-        compute=data.get("compute"),
+    if name not in profile_names():
+        names = ", ".join(profile_names())
+        raise BuildError(f"there is no profile {name!r}; the profiles are {names}")
+    path = PROFILES / f"{name}.yaml"
+    try:
+        return parse_profile(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise BuildError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_profile(name: str, data: Any) -> Profile:
+    """Raises BuildError, which names the profile and what is wrong in it."""
+    where = f"profile {name!r}"
+    _check_keys(where, data, ("description", "engines"), ("compute", "targets"))
+    compute, targets = data.get("compute"), data.get("targets", [])
+    if compute not in (None, *COMPUTE):
+        raise BuildError(f"{where}: compute is {compute!r}; it must be one of {', '.join(COMPUTE)}")
+    _check_keys(f"{where}, engines", data["engines"], tuple(SIZES))
+    engines = {
+        engine: _engine(f"{where}, {engine}", engine, fields)
+        for engine, fields in data["engines"].items()
+    }
+    libraries = {engine.library for engine in engines.values()} - {None}
+    sound = isinstance(targets, list) and all(
+        isinstance(target, str) and re.fullmatch(r"sm\d+", target) for target in targets
     )
+    if not sound or bool(targets) != bool(libraries):
+        raise BuildError(
+            f"{where}: targets is {targets!r}; it must list architectures such as sm120 where "
+            "engines are built, and be absent where none is"
+        )
+    if len(libraries) > 1:
+        raise BuildError(f"{where}: its engines are built by tensorrt and rtx; choose one of them")
+    return Profile(name, str(data["description"]), engines, compute, tuple(targets))
+
+
+def _engine(where: str, engine: str, data: Any) -> EngineProfile:
+    _check_keys(where, data, ("runtime", "artifact", "precision"), ("shapes", "weight_streaming"))
+    runtime, artifact, precision = data["runtime"], data["artifact"], data["precision"]
+    if runtime not in RUNTIMES:
+        raise BuildError(
+            f"{where}: runtime is {runtime!r}; it must be one of {', '.join(RUNTIMES)}"
+        )
+    if artifact != RUNTIMES[runtime]:
+        raise BuildError(
+            f"{where}: artifact is {artifact!r}; that of {runtime} is {RUNTIMES[runtime]}"
+        )
+    if precision != FP32:
+        try:
+            recipes = load_recipe(str(precision))
+        except ExportError as error:
+            raise BuildError(
+                f"{where}: precision is neither {FP32} nor a recipe: {error}"
+            ) from None
+        if engine not in recipes:
+            raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
+    streaming = data.get("weight_streaming", False)
+    if not isinstance(streaming, bool) or (streaming and runtime != "rtx"):
+        raise BuildError(
+            f"{where}: weight_streaming is {streaming!r}; it must be true or false, and true only "
+            "with the runtime rtx"
+        )
+    shapes = data.get("shapes", [])
+    if not isinstance(shapes, list) or bool(shapes) != (runtime in LIBRARY_OF):
+        raise BuildError(
+            f"{where}: shapes must list optimization profiles where the engine is built, and be "
+            "absent where it is not"
+        )
+    for number, sizes in enumerate(shapes):
+        place = f"{where}, shapes {number}"
+        _check_keys(place, sizes, SIZES[engine])
+        for size, bounds in sizes.items():
+            _check_range(f"{place}: {size}", bounds)
+    ranges = tuple({size: _range(bounds) for size, bounds in sizes.items()} for sizes in shapes)
+    return EngineProfile(runtime, artifact, precision, ranges, streaming)
+
+
+def _range(bounds: list[int]) -> Range:
+    low, best, high = bounds
+    return low, best, high
+
+
+def _check_range(where: str, bounds: Any) -> None:
+    if not (
+        isinstance(bounds, list)
+        and len(bounds) == 3
+        and all(type(bound) is int for bound in bounds)
+        and 1 <= bounds[0] <= bounds[1] <= bounds[2]
+    ):
+        raise BuildError(
+            f"{where} is {bounds!r}; it must be [smallest, optimized for, largest], from 1 and in "
+            "this order"
+        )
+
+
+def _check_keys(where: str, data: Any, needed: Iterable[str], optional: Iterable[str] = ()) -> None:
+    if not isinstance(data, Mapping):
+        raise BuildError(f"{where} must hold names and values, not {data!r}")
+    known = [*needed, *optional]
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise BuildError(f"{where}: {key!r} is unknown: {hint}")
+    for key in needed:
+        if key not in data:
+            raise BuildError(f"{where} lacks {key}")

@@ -25,9 +25,8 @@ def replaced_when_done(target: Path) -> Iterator[Path]:
     Raises:
         BuildError: another process is at it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.staging"
-    with _locked(target):
+    with locked(target):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
@@ -42,7 +41,9 @@ def replaced_when_done(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[None]:
+    """Keeps other exports out of `target`. Raises BuildError if one is at it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     path = target.parent / f".{target.name}.lock"
     with path.open("w") as lock:
         try:

@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from export.calibration import Calibration, load_calibration
 from export.checkpoint import Checkpoint, CheckpointError
 from export.convert import convert_engine
 from export.engines import Engine, engines
+from export.files import write_whole
 from export.graph import ExportError
 from export.progress import Progress, ignore_progress
 from export.recipe import EngineRecipe
+from export.source import Planned, Written
 from export.verify import verify_engine
-from export.write import DATA, MODEL, write_engine
+from export.write import DATA, MODEL, plan_engine, write_engine
 
 __all__ = [
     "Checkpoint",
@@ -48,15 +50,18 @@ def export_checkpoint(
     workers: int = 1,
     recipe: Mapping[str, EngineRecipe] | None = None,
     calibration: Path | None = None,
+    kept: Mapping[str, dict[str, Any]] | None = None,
+    finished: Callable[[str, dict[str, Any]], None] = lambda name, entry: None,
 ) -> dict[str, dict[str, Any]]:
     """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
-    Engines that `recipe` names are converted after their check, with the ranges in `calibration` (a
-    file of `export.calibrate`). An engine's folder appears only when it is done. With more
-    than one of `workers`, so many engines at a time are exported, by forked processes. Returns for
-    each engine its manifest entry. Raises CheckpointError, ExportError, OSError; ValueError for
-    another `verify`.
+    Engines that `recipe` names are converted after their check in FP32, with the ranges in
+    `calibration` (a file of `export.calibrate`). An engine's folder appears only when it is done;
+    then `finished` is called with its name and manifest entry. Engines in `kept`, which has the
+    entries of those that are there already, are passed over. With more than one of `workers`, so
+    many engines at a time are exported, by forked processes. Returns for each engine its manifest
+    entry. Raises CheckpointError, ExportError, OSError; ValueError for another `verify`.
     """
     if verify not in ("auto", "full"):
         raise ValueError(f"verify is {verify!r}, but it must be auto or full")
@@ -68,22 +73,22 @@ def export_checkpoint(
     ranges = None
     if calibration is not None:
         ranges = load_calibration(calibration, checkpoint.describe()["fingerprint"])
+    result = dict(kept or {})
+    pending = [engine for engine in made if engine.name not in result]
     if workers == 1:
-        result = {
-            engine.name: export_engine(
+        for engine in pending:
+            result[engine.name] = export_engine(
                 engine, checkpoint, output, verify, progress, recipes.get(engine.name), ranges
             )
-            for engine in made
-        }
-    else:
-        result = {}
+            finished(engine.name, result[engine.name])
+    elif pending:
         fork = multiprocessing.get_context("fork")  # what is imported and read need not be again
         parent = os.getpid()
         with workers_of(
-            ProcessPoolExecutor(min(workers, len(made)), fork, start_worker, (parent,))
+            ProcessPoolExecutor(min(workers, len(pending)), fork, start_worker, (parent,))
         ) as pool:
             tasks = {
-                engine.name: pool.submit(
+                pool.submit(
                     export_engine,
                     engine,
                     checkpoint,
@@ -92,19 +97,21 @@ def export_checkpoint(
                     ignore_progress,
                     recipes.get(engine.name),
                     ranges,
-                )
-                for engine in made
+                ): engine.name
+                for engine in pending
             }
-            for i, (name, task) in enumerate(tasks.items()):
-                progress("engines", i, len(made))
+            for i, task in enumerate(as_completed(tasks)):
+                progress("engines", i, len(pending))
+                name = tasks[task]
                 try:
                     result[name] = task.result()
                 except BrokenProcessPool:
                     raise ExportError(f"the process that exported {name} was killed") from None
-        progress("engines", len(made), len(made))
+                finished(name, result[name])
+        progress("engines", len(pending), len(pending))
     text = json.dumps(checkpoint.describe(), indent=2, ensure_ascii=False)
-    (output / "checkpoint.json").write_text(text + "\n", encoding="utf-8")
-    return result
+    write_whole(output / "checkpoint.json", (text + "\n").encode())
+    return {engine.name: result[engine.name] for engine in made}
 
 
 @contextlib.contextmanager
@@ -140,15 +147,24 @@ def export_engine(
     recipe: EngineRecipe | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """Writes, checks and converts OUTPUT/<engine>; returns its manifest entry."""
+    """Checks, converts and writes OUTPUT/<engine>; returns its manifest entry.
+
+    What a recipe converts is never written in FP32, where it would be two to eight times as large.
+    """
     folder = output / f"{engine.name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     converted: dict[str, Any] = {}
     try:
-        model, weights = write_engine(engine, checkpoint, folder, progress)
-        verified = verify_engine(engine, checkpoint, folder, verify, progress)
-        if recipe is not None:
+        if recipe is None:
+            write_engine(engine, checkpoint, folder, progress)
+            written = Written(engine.name, folder)
+            verified = verify_engine(engine, checkpoint, written, verify, progress)
+        else:
+            model, weights = plan_engine(engine, checkpoint, progress)
+            planned = Planned(engine.name, model, weights)
+            verified = verify_engine(engine, checkpoint, planned, verify, progress)
+            del planned  # with the weights that it has given last
             converted = convert_engine(
                 engine, model, weights, recipe, calibration, folder, progress
             )

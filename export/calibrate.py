@@ -131,26 +131,47 @@ def check_prompts(
 # ---------------------------------------------------------------------- recording
 
 
+@dataclass
+class Recorded:
+    """Of each channel of an activation: the largest absolute value, and the sum of squares of
+    `count` values."""
+
+    largest: Tensor
+    squares: Tensor
+    count: int
+
+
 class Recorder:
-    """The largest absolute values that `record` saw of each name's channels, kept where they were
+    """How large the values were that `record` saw of each name's channels, kept where they were
     computed: nothing waits for the device until `take`."""
 
     def __init__(self) -> None:
-        self.channels: dict[str, Tensor] = {}
+        self.found: dict[str, Recorded] = {}
 
     def record(self, name: str, value: Tensor, axis: int | tuple[int, ...]) -> None:
         """`axis`: where `value` has its channels."""
         kept = [axis] if isinstance(axis, int) else axis
-        others = set(range(value.ndim)) - {i % value.ndim for i in kept}
-        # The infinity norm: max(abs) without a copy, and NaN where there is one.
-        largest = torch.linalg.vector_norm(value, torch.inf, tuple(others)).flatten()
-        known = self.channels.get(name)
-        self.channels[name] = largest if known is None else torch.maximum(known, largest)
+        others = tuple(set(range(value.ndim)) - {i % value.ndim for i in kept})
+        # Norms: max(abs) and sums of squares without a copy, and NaN where there is one.
+        largest = torch.linalg.vector_norm(value, torch.inf, others).flatten()
+        squares = torch.linalg.vector_norm(value, 2, others, dtype=torch.float32).flatten() ** 2
+        count = value.numel() // largest.numel()
+        if name in self.found:
+            known = self.found[name]
+            largest = torch.maximum(known.largest, largest)
+            squares, count = known.squares + squares, known.count + count
+        self.found[name] = Recorded(largest, squares, count)
 
-    def take(self) -> dict[str, np.ndarray]:
-        """name → FP32 [channels]; begins anew."""
-        result = {name: value.float().cpu().numpy() for name, value in self.channels.items()}
-        self.channels.clear()
+    def take(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """name → the largest absolute values and the mean squares, FP32 [channels]; begins anew."""
+        result = {
+            name: (
+                found.largest.float().cpu().numpy(),
+                (found.squares / found.count).cpu().numpy(),
+            )
+            for name, found in self.found.items()
+        }
+        self.found.clear()
         return result
 
 
@@ -271,6 +292,7 @@ def calibrate(
     recorder = Recorder()
     attach(recorder, checkpoint, pipeline)
     channels = {name: calibration.channels(name) for name in calibration.names}
+    squares = {name: calibration.squares(name) for name in calibration.names}
     total = len(prompts) * steps
     progress("calibrate", done * steps, total)
 
@@ -291,11 +313,13 @@ def calibrate(
             max_sequence_length=1024,
             callback_on_step_end=partial(step_done, i),
         )
-        for name, largest in recorder.take().items():
+        for name, (largest, mean) in recorder.take().items():
             if not np.isfinite(largest).all():
                 raise ExportError(f"prompt {i + 1}: {name} is not finite in {settings['dtype']}")
             channels[name] = np.maximum(channels.get(name, 0), largest)
-        calibration = save_calibration(out, settings | {"done": i + 1}, channels)
+            known = squares.get(name, 0)
+            squares[name] = (known + (mean - known) / (i + 1)).astype(np.float32)
+        calibration = save_calibration(out, settings | {"done": i + 1}, channels, squares)
     return calibration
 
 

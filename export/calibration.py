@@ -1,9 +1,10 @@
-"""The file of a calibration: the largest absolute values of the engines' activations.
+"""The file of a calibration: how large the engines' activations are.
 
-A safetensors file with two FP32 tensors an activation:
+A safetensors file with three FP32 tensors an activation:
 
     <name>/amax      []         its largest absolute value
     <name>/channels  [channels] the same of each channel
+    <name>/squares   [channels] the mean square of each channel
 
 <name> is a weight of an engine without `.weight`, and means the input of that layer
 (`dit/transformer_blocks.3.img_mlp.net.2`, channels: in); or query, key or value of a DiT block as
@@ -27,7 +28,7 @@ from export.files import write_whole
 from export.graph import ExportError
 from export.stored import first_line
 
-FORMAT = 1
+FORMAT = 2
 METADATA = "calibration"
 
 
@@ -51,6 +52,10 @@ class Calibration:
         """The largest absolute value of each channel, FP32. Raises ExportError if `name` was not
         recorded."""
         return self._tensor(name, "channels")
+
+    def squares(self, name: str) -> np.ndarray:
+        """The mean square of each channel, FP32. Raises ExportError if `name` was not recorded."""
+        return self._tensor(name, "squares")
 
     def _tensor(self, name: str, kind: str) -> np.ndarray:
         try:
@@ -99,13 +104,18 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def save_calibration(
-    path: Path, settings: dict[str, Any], channels: dict[str, np.ndarray]
+    path: Path,
+    settings: dict[str, Any],
+    channels: dict[str, np.ndarray],
+    squares: dict[str, np.ndarray],
 ) -> Calibration:
-    """Writes or replaces the file in one step; `channels`: name → FP32 array. Raises OSError."""
+    """Writes or replaces the file in one step; `channels` and `squares`: name → FP32 array. Raises
+    OSError."""
     tensors = {}
     for name, largest in channels.items():
         tensors[f"{name}/amax"] = np.array(largest.max())
         tensors[f"{name}/channels"] = largest
+        tensors[f"{name}/squares"] = squares[name]
     # One key: safetensors writes several in a random order, and the same run shall give the same
     # bytes.
     data = save(tensors, {METADATA: json.dumps(settings, sort_keys=True)})

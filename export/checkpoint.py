@@ -23,6 +23,7 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextModel, Qwen2Tokenizer
 
+from export.files import write_whole
 from export.quiet import quiet
 from export.stored import (
     DTYPES,
@@ -353,7 +354,7 @@ class Checkpoint:
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        backend.save(str(file))
+        write_whole(file, backend.to_str(pretty=True).encode())
 
 
 # -------------------------------------------------------------------------- files

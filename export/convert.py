@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from export.attention import quantize_attention
 from export.calibration import Calibration
 from export.cast import to_bf16
 from export.engines import Engine
@@ -18,6 +19,8 @@ from export.progress import Progress
 from export.quantize import Activations, layers, quantize
 from export.recipe import EngineRecipe
 from export.simulate import simulate
+from export.source import read_graph
+from export.verify import check_written
 from export.write import Weight, save
 
 
@@ -30,15 +33,15 @@ def convert_engine(
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Overwrites the engine's files in `folder`; returns what the manifest says of it.
+    """Writes the engine's files to `folder` and checks them; returns what the manifest says of it.
 
     In FP32 NVFP4 layers are simulated, since no runtime but TensorRT has them.
 
-    model, weights: what `write_engine` returned; `model` is changed. Raises ExportError.
+    model, weights: what `plan_engine` returned; `model` is changed. Raises ExportError.
     """
     found = layers(model, weights)
     formats = recipe.assign(found, engine.blocks)
-    if formats and calibration is None:
+    if (formats or recipe.attention) and calibration is None:
         raise ExportError(
             f"{recipe.where} needs the ranges of activations: make them with "
             "`python -m export.calibrate` and name the file as CALIBRATION"
@@ -50,14 +53,36 @@ def convert_engine(
         activations = Activations(
             lambda name: calibration.amax(f"{engine.name}/{name}"),
             lambda name: calibration.channels(f"{engine.name}/{name}"),
+            lambda name: calibration.squares(f"{engine.name}/{name}"),
         )
         converted = quantize(model, converted, formats, activations, recipe.smooth)
+    if recipe.attention:
+        assert calibration is not None
+        quantize_attention(
+            model.graph,
+            lambda node: f"{engine.blocks_prefix}.{block_number(node)}.attn",
+            lambda name: calibration.channels(f"{engine.name}/{name}"),
+        )
     if recipe.compute == "fp32" and "nvfp4" in formats.values():
         # Nothing but TensorRT computes its form.
         with tempfile.TemporaryDirectory(dir=folder) as form:
-            save(engine.name, model, converted, Path(form), progress)
+            write_checked(engine.name, model, converted, Path(form), progress)
             simulate(Path(form), folder)
+        read_graph(engine.name, folder)
     else:
-        save(engine.name, model, converted, folder, progress)
+        write_checked(engine.name, model, converted, folder, progress)
     counts = Counter(formats.get(name, recipe.compute) for name in found)
-    return {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}
+    described = {"precision": recipe.name, "compute": recipe.compute, "layers": dict(counts)}
+    return described | ({"attention": recipe.attention} if recipe.attention else {})
+
+
+def block_number(node: ir.Node) -> str:
+    """Of the block that a node is of: its name is `block.<number>/…`."""
+    return str(node.name).split("/")[0].removeprefix("block.")
+
+
+def write_checked(
+    name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
+) -> None:
+    sums = save(name, model, weights, folder, progress)
+    check_written(name, folder, sums, progress)

@@ -8,7 +8,9 @@ A recipe is a file in `export/recipes/`. For each engine that it changes:
         fp8: ["transformer_blocks.*.attn.*"]        # patterns of layers' names
         keep: [img_in, txt_in, proj_out]            # layers that stay in `compute`
       smooth: 0.8                # only for int8: SmoothQuant's alpha
-      edge_blocks: 2             # of 60: so many blocks at either end stay in `compute`
+      edge_blocks: 2             # so many blocks at either end, at most a third of all, get
+      edge_format: int8_weights  # another format; by default they stay in `compute`
+      attention: fp8             # only of dit: its attention in FP8 as well
 
 A layer is a matrix multiplication or convolution with a weight; its name is the weight's in the
 checkpoint, without ".weight". Every layer must match exactly one pattern.
@@ -28,9 +30,8 @@ import yaml
 from export.graph import ExportError
 
 RECIPES = Path(__file__).parent / "recipes"
-FORMATS = ("fp8", "nvfp4", "int8", "keep")
+FORMATS = ("fp8", "nvfp4", "int8", "int8_weights", "keep")
 COMPUTE = ("fp32", "bf16")
-PUBLISHED_BLOCKS = 60  # of Qwen-Image's DiT; `edge_blocks` is scaled for checkpoints with others
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class EngineRecipe:
     formats: dict[str, list[str]] = field(default_factory=dict)
     smooth: float | None = None
     edge_blocks: int = 0
+    edge_format: str = "keep"
+    attention: str | None = None
 
     def assign(self, layers: Iterable[str], blocks: int) -> dict[str, str]:
         """The format of each layer that does not stay as it is.
@@ -55,16 +58,19 @@ class EngineRecipe:
         patterns = [(pattern, name) for name, found in self.formats.items() for pattern in found]
         used = set()
         result = {}
-        edge = round(self.edge_blocks * blocks / PUBLISHED_BLOCKS)
-        kept = {*range(edge), *range(blocks - edge, blocks)}
+        edge = min(self.edge_blocks, blocks // 3)
+        edges = {*range(edge), *range(blocks - edge, blocks)}
         for layer in layers:
             matches = [(pattern, name) for pattern, name in patterns if fnmatchcase(layer, pattern)]
             if len(matches) != 1:
                 found = " and ".join(f"{p!r} ({name})" for p, name in matches) or "no pattern"
                 raise ExportError(f"{self.where}: the layer {layer} matches {found}, not just one")
             used.add(matches[0][0])
-            if matches[0][1] != "keep" and block_of(layer) not in kept:
-                result[layer] = matches[0][1]
+            chosen = matches[0][1]
+            if chosen != "keep" and block_of(layer) in edges:
+                chosen = self.edge_format
+            if chosen != "keep":
+                result[layer] = chosen
         for pattern, name in patterns:
             if pattern not in used:
                 raise ExportError(
@@ -98,7 +104,9 @@ def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
 def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
     if not isinstance(entry, dict):
         raise ExportError(f"{where} must hold names and values")
-    _check(where, entry, ("compute", "formats", "smooth", "edge_blocks"))
+    _check(
+        where, entry, ("compute", "formats", "smooth", "edge_blocks", "edge_format", "attention")
+    )
     compute = entry.get("compute", "fp32")
     if compute not in COMPUTE:
         raise ExportError(
@@ -114,7 +122,15 @@ def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
     edge = entry.get("edge_blocks", 0)
     if not isinstance(edge, int) or edge < 0:
         raise ExportError(f"{where}: edge_blocks is {edge!r}; it must be a whole number from 0")
-    return EngineRecipe(name, where, compute, formats, smooth, edge)
+    edge_format = entry.get("edge_format", "keep")
+    if edge_format not in FORMATS:
+        raise ExportError(
+            f"{where}: edge_format is {edge_format!r}; it must be one of {', '.join(FORMATS)}"
+        )
+    attention = entry.get("attention")
+    if attention not in (None, "fp8") or (attention and not where.endswith(", dit")):
+        raise ExportError(f"{where}: attention is {attention!r}; it can be fp8, for dit alone")
+    return EngineRecipe(name, where, compute, formats, smooth, edge, edge_format, attention)
 
 
 def _check(where: str, values: dict[str, Any], known: tuple[str, ...]) -> None:

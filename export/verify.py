@@ -1,13 +1,16 @@
-"""Checks a written engine in ONNX Runtime against the stock torch modules.
+"""Checks an FP32 engine in ONNX Runtime against the stock torch modules, and any written engine
+against what was to be written.
 
 Engines up to `WHOLE_LIMIT` run as a whole. Larger ones run stage by stage: each stage is cut out of
-the written graph, takes its own weights from the written data, gets the reference's inputs and is
+the graph, takes its own weights from where the engine is, gets the reference's inputs and is
 compared with the reference's outputs.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+from onnx.external_data_helper import ExternalDataInfo
 
 from export.checkpoint import Checkpoint
 from export.engines import Engine
@@ -22,11 +26,13 @@ from export.graph import ExportError, Tensor
 from export.progress import Progress
 from export.quiet import quiet
 from export.reference import REFERENCES
+from export.source import Planned, Written, external, read_graph
 from export.stored import first_line
-from export.write import DATA, MODEL
+from export.write import DATA
 
 WHOLE_LIMIT = 2 * 2**30  # bytes of weights
 PIECE_LIMIT = 256 * 2**20  # bytes of weights in one session of a stage, if a tensor is not larger
+READ = 4 * 2**20  # bytes of a written file that are in memory at a time
 # Allowed differences as a part of the largest value that is added to a stage's input, or that an
 # engine puts out. FP32 in another order differs by about 1e-6 of it in one stage, and by more after
 # tens of them in a trained model; a wrong operator, mask or weight by 1e-3 and more.
@@ -38,46 +44,56 @@ MISROUNDED = 1e-2  # the part of a picture's bytes that may be off by 1
 
 
 def verify_engine(
-    engine: Engine, checkpoint: Checkpoint, folder: Path, mode: str, progress: Progress
+    engine: Engine, checkpoint: Checkpoint, source: Written | Planned, mode: str, progress: Progress
 ) -> dict[str, Any]:
     """Checks borders and values; `mode` is `auto` or `full`. Returns what was checked.
 
     Raises ExportError, which names the engine and the tensor.
     """
-    graph = read_graph(engine, folder)
-    check_borders(engine.name, graph.graph.input, engine.inputs)
-    check_borders(engine.name, graph.graph.output, engine.outputs)
-    large = (folder / DATA).stat().st_size > WHOLE_LIMIT
-    by_stage = mode == "auto" and large and engine.blocks > 0
+    check_borders(engine.name, source.graph.graph.input, engine.inputs)
+    check_borders(engine.name, source.graph.graph.output, engine.outputs)
+    by_stage = mode == "auto" and source.bytes > WHOLE_LIMIT and engine.blocks > 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for inputs this small more threads only wait for each other
     try:
         with torch.no_grad(), quiet():
             reference = REFERENCES[engine.name](checkpoint)
             if by_stage:
-                error = verify_stages(engine, reference, graph, folder, progress)
+                error = verify_stages(engine, reference, source, progress)
             else:
-                error = verify_whole(engine, reference, folder, progress)
+                error = verify_whole(engine, reference, source, progress)
     finally:
         torch.set_num_threads(threads)
     shapes = [{name: list(value.shape) for name, value in case.items()} for case in reference.cases]
     return {"mode": "blocks" if by_stage else "whole", "shapes": shapes, "max_abs_error": error}
 
 
-def read_graph(engine: Engine, folder: Path) -> onnx.ModelProto:
-    """The graph without its weights, after ONNX's own check of the files."""
-    try:
-        onnx.checker.check_model(folder / MODEL)
-    except (onnx.checker.ValidationError, RuntimeError) as error:
-        raise ExportError(f"{engine.name}: the graph is not valid: {first_line(error)}") from error
-    return onnx.load(folder / MODEL, load_external_data=False)
+def check_written(name: str, folder: Path, sums: Mapping[str, int], progress: Progress) -> None:
+    """Whether an engine's files hold what was to be written: a graph that ONNX accepts, and where
+    it says that a weight lies, the bytes with that CRC-32. Raises ExportError."""
+    found = {tensor.name: tensor for tensor in external(read_graph(name, folder))}
+    if found.keys() != sums.keys():
+        odd = sorted(found.keys() ^ sums.keys())
+        raise ExportError(f"{name}: {odd[0]} is in the graph or in the data, but not in both")
+    with (folder / DATA).open("rb") as stream:
+        for i, (key, tensor) in enumerate(found.items()):
+            progress(f"{name}: check", i, len(found))
+            info, value = ExternalDataInfo(tensor), 0
+            stream.seek(info.offset)
+            for start in range(0, info.length, READ):
+                value = zlib.crc32(stream.read(min(READ, info.length - start)), value)
+            if value != sums[key]:
+                raise ExportError(f"{name}: {folder / DATA} does not hold {key} as it was written")
+    progress(f"{name}: check", len(found), len(found))
 
 
-def verify_whole(engine: Engine, reference: Any, folder: Path, progress: Progress) -> float:
+def verify_whole(
+    engine: Engine, reference: Any, source: Written | Planned, progress: Progress
+) -> float:
     what = f"{engine.name}: verify"
     progress(what, 0, len(reference.cases) + 1)
     expected = reference.whole()
-    session = open_session(folder / MODEL, engine.name, folder)
+    session = open_session(source.graph, engine.name, source)
     worst = 0.0
     for i, case in enumerate(reference.cases):
         progress(what, i + 1, len(reference.cases) + 1)
@@ -93,8 +109,9 @@ def verify_whole(engine: Engine, reference: Any, folder: Path, progress: Progres
 
 
 def verify_stages(
-    engine: Engine, reference: Any, graph: onnx.ModelProto, folder: Path, progress: Progress
+    engine: Engine, reference: Any, source: Written | Planned, progress: Progress
 ) -> float:
+    graph = source.graph
     what, count = f"{engine.name}: verify", len(engine.stages)
     worst = 0.0
     current = {tensor.name: tensor.name for tensor in engine.inputs}  # newest value of each name
@@ -109,7 +126,7 @@ def verify_stages(
             {borders[own]: value.numpy() for own, value in inputs.items() if own in borders}
             for inputs in stage.inputs
         ]
-        results = run_in_pieces(graph, name, nodes, feeds, set(produced.values()), folder)
+        results = run_in_pieces(source, name, nodes, feeds, set(produced.values()))
         for inputs, outputs, result in zip(stage.inputs, stage.outputs, results, strict=True):
             assert outputs.keys() == produced.keys()
             for own, expected in outputs.items():
@@ -147,22 +164,21 @@ def cut(
 
 
 def run_in_pieces(
-    graph: onnx.ModelProto,
+    source: Written | Planned,
     name: str,
     nodes: list[onnx.NodeProto],
     feeds: list[dict[str, np.ndarray]],
     outputs: set[str],
-    folder: Path,
 ) -> list[dict[str, np.ndarray]]:
     """Runs `nodes` for each of `feeds`, in sessions with few weights each."""
-    values = [dict(feed) for feed in feeds]
+    graph, values = source.graph, [dict(feed) for feed in feeds]
     pieces = split(graph, nodes)
     for i, piece in enumerate(pieces):
         needed = {value for later in pieces[i + 1 :] for node in later for value in node.input}
         made = [value for node in piece for value in node.output]
         wanted = [value for value in made if value in needed or value in outputs]
         model = piece_model(graph, piece, values[0], wanted)
-        session = open_session(model.SerializeToString(), name, folder)
+        session = open_session(model, name, source, small=True)
         for case in values:
             feed = {value.name: case[value.name] for value in model.graph.input}
             case |= zip(wanted, run(session, name, wanted, feed), strict=True)
@@ -250,21 +266,23 @@ def check_borders(engine: str, found: Any, declared: tuple[Tensor, ...]) -> None
             )
 
 
-def open_session(model: Path | bytes, name: str, folder: Path) -> Any:
-    """A session of the whole graph's file, or of a piece of it, whose weights stay in the mapped
-    data file: no transposed or packed copies, no memory pool."""
+def open_session(
+    model: onnx.ModelProto, name: str, source: Written | Planned, small: bool = False
+) -> Any:
+    """A session of a graph or of a piece of it; `small`: without transposed or packed copies of
+    weights and without a pool of memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    if isinstance(model, bytes):
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(folder)
-        )
+    if small:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = False
         options.enable_mem_pattern = False
+    source.give(options, [tensor.name for tensor in external(model)])
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
     except Exception as error:
         raise ExportError(
             f"{name}: ONNX Runtime does not load the graph: {first_line(error)}"

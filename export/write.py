@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,14 @@ class Weight:
         """Bytes; of 4-bit types two elements share one."""
         return math.ceil(self.dtype.itemsize * math.prod(self.shape))
 
+    def read(self) -> np.ndarray:
+        """All elements of an FP32 weight at once."""
+        result, done = np.empty(math.prod(self.shape), np.float32), 0
+        for piece in self.pieces():
+            result[done : done + piece.size] = piece.reshape(-1)
+            done += piece.size
+        return result.reshape(self.shape)
+
     def value(self) -> ir.Value:
         """The graph's initializer, still without its place in the data file."""
         return ir.Value(name=self.name, type=ir.TensorType(self.dtype), shape=ir.Shape(self.shape))
@@ -60,6 +69,17 @@ def fitted(source: StoredTensor, shape: tuple[int, ...]) -> Iterator[np.ndarray]
         yield single_frame(source.read(), shape)
 
 
+def plan_engine(
+    engine: Engine, checkpoint: Checkpoint, progress: Progress
+) -> tuple[ir.Model, dict[str, Weight]]:
+    """The engine in FP32: its graph, and the weights that belong into its data file.
+
+    Raises ExportError.
+    """
+    weights = plan_weights(engine, checkpoint)
+    return build_graph(engine, weights, progress), weights
+
+
 def write_engine(
     engine: Engine, checkpoint: Checkpoint, folder: Path, progress: Progress
 ) -> tuple[ir.Model, dict[str, Weight]]:
@@ -67,8 +87,7 @@ def write_engine(
 
     Raises ExportError, CheckpointError, OSError.
     """
-    weights = plan_weights(engine, checkpoint)
-    model = build_graph(engine, weights, progress)
+    model, weights = plan_engine(engine, checkpoint, progress)
     save(engine.name, model, weights, folder, progress)
     return model, weights
 
@@ -105,32 +124,44 @@ def build_graph(engine: Engine, weights: Mapping[str, Weight], progress: Progres
     return builder.model(engine.outputs)
 
 
-def save(
-    name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
-) -> None:
-    """Writes the graph, and the weights that it uses behind each other into its data file."""
-    used = {key: weight for key, weight in weights.items() if key in model.graph.initializers}
+def place(model: ir.Model, weights: Mapping[str, Weight]) -> dict[str, int]:
+    """Gives the weights that the graph uses their places in the data file, one behind another;
+    returns their offsets in bytes."""
     offsets = {}
     end = 0
-    for key, weight in used.items():
-        offsets[key] = end
-        end += -(-weight.length // ALIGNMENT) * ALIGNMENT
-        model.graph.initializers[key].const_value = ir.ExternalTensor(
-            DATA,
-            offsets[key],
-            weight.length,
-            weight.dtype,
-            shape=ir.Shape(weight.shape),
-            name=key,
-        )
+    for key, weight in weights.items():
+        if key in model.graph.initializers:
+            offsets[key] = end
+            end += -(-weight.length // ALIGNMENT) * ALIGNMENT
+            model.graph.initializers[key].const_value = ir.ExternalTensor(
+                DATA,
+                offsets[key],
+                weight.length,
+                weight.dtype,
+                shape=ir.Shape(weight.shape),
+                name=key,
+            )
+    return offsets
+
+
+def save(
+    name: str, model: ir.Model, weights: Mapping[str, Weight], folder: Path, progress: Progress
+) -> dict[str, int]:
+    """Writes the graph, and the weights that it uses into its data file; returns the CRC-32 of each
+    one's bytes."""
+    offsets = place(model, weights)
     ir.save(model, folder / MODEL)
+    sums = dict.fromkeys(offsets, 0)
     with (folder / DATA).open("wb") as stream:
-        for i, (key, weight) in enumerate(used.items()):
-            progress(f"{name}: weights", i, len(used))
-            stream.write(b"\0" * (offsets[key] - stream.tell()))
-            for piece in weight.pieces():
-                stream.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-    progress(f"{name}: weights", len(used), len(used))
+        for i, (key, offset) in enumerate(offsets.items()):
+            progress(f"{name}: weights", i, len(offsets))
+            stream.write(b"\0" * (offset - stream.tell()))
+            for piece in weights[key].pieces():
+                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+                sums[key] = zlib.crc32(data, sums[key])
+                stream.write(data)
+    progress(f"{name}: weights", len(offsets), len(offsets))
+    return sums
 
 
 def single_frame(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -50,6 +50,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     reference = commands.add_parser("reference", help="run a gate through diffusers")
     reference.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="diffusers layout")
+    reference.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="what it computes in"
+    )
     for command in (run, reference):
         command.add_argument("--out", type=Path, required=True, help="the folder to write")
         command.add_argument(
@@ -138,7 +141,7 @@ def source(options: argparse.Namespace) -> Iterator[Any]:
     if options.command == "reference":
         from quality.diffused import Diffused
 
-        yield Diffused(options.checkpoint)
+        yield Diffused(options.checkpoint, options.dtype)
         return
     from quality.served import Served
     from serving.errors import ServeError

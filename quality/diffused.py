@@ -1,4 +1,4 @@
-"""Pictures and noise predictions of diffusers itself, from a checkpoint, in FP32."""
+"""Pictures and noise predictions of diffusers itself, from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,31 +7,44 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from diffusers import QwenImagePipeline
+from torch import nn
 
 from export import Checkpoint, CheckpointError
 from quality.gate import Prompt, QualityError
 from quality.source import Picture
 
+_WORKSPACE = 8 * 2**30  # bytes; the activations of a guided step and of decoding at 1024²
+
 
 class Diffused:
-    """`QwenImagePipeline` on a checkpoint in diffusers layout, on a GPU where there is one."""
+    """`QwenImagePipeline` on a checkpoint in diffusers layout, on a GPU where there is one; the
+    modules take turns there if it does not hold them together."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, dtype: str = "float32") -> None:
+        """
+        Args:
+            dtype: what it computes in, `float32` or `bfloat16`.
+        """
         try:
             self._fingerprint = Checkpoint(checkpoint).describe()["fingerprint"]
         except CheckpointError as error:
             raise QualityError(str(error)) from None
         self._name = checkpoint.resolve().name
-        self._pipeline = QwenImagePipeline.from_pretrained(checkpoint, dtype=torch.float32)
-        self._pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-        self._pipeline.set_progress_bar_config(disable=True)
+        self._dtype = dtype
+        for library in (diffusers, transformers):
+            library.utils.logging.disable_progress_bar()
+        self.pipeline = QwenImagePipeline.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        self.pipeline.set_progress_bar_config(disable=True)
+        _place(self.pipeline)
 
     def describe(self) -> dict[str, Any]:
         return {
-            "source": "diffusers",
+            "source": "diffusers" if self._dtype == "float32" else f"diffusers in {self._dtype}",
             "checkpoint": {"name": self._name, "fingerprint": self._fingerprint},
             "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         }
@@ -44,19 +57,20 @@ class Diffused:
     def latents(self, prompt: Prompt) -> np.ndarray:
         tokens = self._run(prompt, "latent")
         height, width = self._size(prompt)
-        scale = self._pipeline.vae_scale_factor
-        unpacked = self._pipeline._unpack_latents(tokens, height, width, scale)
+        scale = self.pipeline.vae_scale_factor
+        unpacked = self.pipeline._unpack_latents(tokens, height, width, scale)
         return unpacked[0, :, 0].float().cpu().numpy()
 
     @torch.no_grad()
     def predict_noise(self, prompt: Prompt, latents: np.ndarray, level: float) -> np.ndarray:
-        pipeline, (channels, h, w) = self._pipeline, latents.shape
-        device = pipeline.transformer.device
+        pipeline, (channels, h, w) = self.pipeline, latents.shape
+        device, dtype = pipeline._execution_device, pipeline.transformer.dtype
         text, mask = pipeline.encode_prompt(prompt.text, device=device, max_sequence_length=1024)
-        tokens = pipeline._pack_latents(torch.from_numpy(latents).to(device), 1, channels, h, w)
+        tokens = torch.from_numpy(latents).to(device, dtype)
+        tokens = pipeline._pack_latents(tokens, 1, channels, h, w)
         prediction = pipeline.transformer(
             tokens,
-            timestep=torch.tensor([level], dtype=torch.float32, device=device),
+            timestep=torch.tensor([level], dtype=dtype, device=device),
             encoder_hidden_states=text,
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, h // 2, w // 2)]],
@@ -67,7 +81,7 @@ class Diffused:
         return unpacked[0, :, 0].float().cpu().numpy()
 
     def _size(self, prompt: Prompt) -> tuple[int, int]:
-        default = self._pipeline.default_sample_size * self._pipeline.vae_scale_factor
+        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
         return prompt.fields.get("height", default), prompt.fields.get("width", default)
 
     def _run(self, prompt: Prompt, output_type: str) -> Any:
@@ -76,9 +90,33 @@ class Diffused:
         # The service's defaults, which are not all the pipeline's.
         fields = {"negative_prompt": " ", "true_cfg_scale": 4.0, **fields}
         fields["height"], fields["width"] = self._size(prompt)
-        return self._pipeline(
+        channels = self.pipeline.transformer.config.in_channels // 4
+        noise = self.pipeline.prepare_latents(
+            1,
+            channels,
+            fields["height"],
+            fields["width"],
+            torch.float32,  # BF16 noise would be another
+            "cpu",
+            torch.Generator("cpu").manual_seed(seed),
+        )
+        return self.pipeline(
             **fields,
             max_sequence_length=1024,
-            generator=torch.Generator("cpu").manual_seed(seed),
+            latents=noise.to(self.pipeline._execution_device, self.pipeline.transformer.dtype),
             output_type=output_type,
         ).images
+
+
+def _place(pipeline: QwenImagePipeline) -> None:
+    if not torch.cuda.is_available():
+        return
+    free, _ = torch.cuda.mem_get_info()
+    modules = {name: x for name, x in pipeline.components.items() if isinstance(x, nn.Module)}
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in modules.values()]
+    if sum(sizes) + _WORKSPACE < free:
+        pipeline.to("cuda")
+    elif max(sizes) + _WORKSPACE < free:
+        pipeline.enable_model_cpu_offload()
+    else:  # layer by layer
+        pipeline.enable_sequential_cpu_offload()

@@ -82,16 +82,16 @@ class Served:
         judged = self._tokenize(prompt)
         inputs = {name: judged[name] for name in ("input_ids", "negative_input_ids", *_SCALARS)}
         inputs["num_images_per_prompt"] = judged["num_images_per_prompt"]
-        return self._infer("denoise", inputs, ["latents"])["latents"][0]
+        return self.infer("denoise", inputs, ["latents"])["latents"][0]
 
     def predict_noise(self, prompt: Prompt, latents: np.ndarray, level: float) -> np.ndarray:
         _, height, width = latents.shape
         ids = self._tokenize(prompt)["input_ids"][None]
-        text = self._infer("text_encoder", {"input_ids": ids}, ["hidden_states"])["hidden_states"]
-        modulation = self._infer(
+        text = self.infer("text_encoder", {"input_ids": ids}, ["hidden_states"])["hidden_states"]
+        modulation = self.infer(
             "modulation", {"timestep": [[level]]}, ["block_modulation", "final_modulation"]
         )
-        prediction = self._infer(
+        prediction = self.infer(
             "dit",
             {
                 "hidden_states": pack(latents[None]),
@@ -110,12 +110,12 @@ class Served:
             name: [value.encode()] if isinstance(value, str) else [value]
             for name, value in prompt.fields.items()
         }
-        return self._infer("tokenize", inputs, names)
+        return self.infer("tokenize", inputs, names)
 
-    def _infer(
+    def infer(
         self, model: str, inputs: dict[str, Any], outputs: Sequence[str]
     ) -> dict[str, np.ndarray]:
-        """Calls a model with arrays, converted to the types that it takes."""
+        """Calls a model with arrays, converted to the types that it takes. Raises QualityError."""
         try:
             metadata = self._triton.get_model_metadata(model, as_json=True)
             types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}

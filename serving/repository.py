@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from build.manifest import FORMAT, digest, is_artifact
+from serving.engines import check_descriptions
 from serving.errors import ServeError
 
 # Hashing runs at about 1 GB/s: files beyond this size are compared by their size alone, so that
@@ -15,8 +16,9 @@ HASHED_BYTES = 256 * 1024**2
 def check_repository(repository: Path, profile: str) -> dict[str, Any]:
     """Returns the manifest of `repository`, or raises ServeError.
 
-    Checked: the manifest is there and made for `profile`; every file that it lists is there;
-    every artifact has its size and, up to HASHED_BYTES, its SHA-256.
+    Checked: the manifest is there and made for `profile`; the engines are those that it describes;
+    every file that it lists is there; every artifact has its size and, up to HASHED_BYTES, its
+    SHA-256.
     """
     export = f"run `make export CHECKPOINT=<dir> PROFILE={profile} REPOSITORY={repository}`"
     if not repository.is_dir():
@@ -33,6 +35,7 @@ def check_repository(repository: Path, profile: str) -> dict[str, Any]:
             f"{repository} was exported for the profile {manifest['profile']!r}, not for "
             f"{profile!r}: serve it with PROFILE={manifest['profile']}, or {export}."
         )
+    check_descriptions(repository, manifest)
     for name, expected in manifest["files"].items():
         problem = _file_problem(repository / name, expected)
         if problem:
@@ -49,6 +52,7 @@ def _read_manifest(path: Path, export: str) -> dict[str, Any]:
         isinstance(manifest, dict)
         and manifest.get("format") == FORMAT
         and isinstance(manifest.get("profile"), str)
+        and isinstance(manifest.get("engines"), dict)
         and isinstance(manifest.get("files"), dict)
         and all(isinstance(expected, dict) for expected in manifest["files"].values())
     )

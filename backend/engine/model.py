@@ -10,14 +10,15 @@ Requests arrive as Triton's dynamic batcher merged them, all of equal shapes; th
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtimes import EngineError, TensorSpec, check_signature
+from tensors import DeviceTensors, HostArrays
 
 
 class TritonPythonModel:
@@ -29,21 +30,25 @@ class TritonPythonModel:
         folder = Path(args["model_repository"]) / args["model_version"]
         declared = {
             direction: [
-                TensorSpec(tensor["name"], pb_utils.triton_string_to_numpy(tensor["data_type"]))
+                TensorSpec(tensor["name"], tensor["data_type"].removeprefix("TYPE_"))
                 for tensor in config[direction]
             ]
             for direction in ("input", "output")
         }
+        on_gpu = args["model_instance_kind"] == "GPU"
+        gpu = int(args["model_instance_device_id"]) if on_gpu else 0
         try:
             artifact = _find_artifact(folder)
             runtime = importlib.import_module(f"runtimes.{artifact.suffix[1:]}").Runtime
-            self._runtime = runtime(artifact, parameters)
+            self._runtime = runtime(artifact, parameters, gpu)
             check_signature("inputs", declared["input"], self._runtime.inputs)
             check_signature("outputs", declared["output"], self._runtime.outputs)
         except EngineError as error:
             raise pb_utils.TritonModelException(f"{config['name']}: {error}") from None
         self._input_names = [spec.name for spec in declared["input"]]
         self._output_names = [spec.name for spec in declared["output"]]
+        device = self._runtime.device
+        self._tensors = HostArrays() if device is None else DeviceTensors(device)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         inputs = [self._read(request) for request in requests]
@@ -58,30 +63,27 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._runtime.close()
 
-    def _run(self, inputs: list[dict[str, np.ndarray]]) -> list[Any]:
+    def _run(self, inputs: list[dict[str, Any]]) -> list[Any]:
         """Runs the requests as one batch; every response is an object of its own."""
         batch = {
-            name: np.concatenate([arrays[name] for arrays in inputs])
-            if len(inputs) > 1
-            else inputs[0][name]
+            name: self._tensors.join([tensors[name] for tensors in inputs])
             for name in self._input_names
         }
         outputs = self._runtime.run(batch)
-        rows = [len(arrays[self._input_names[0]]) for arrays in inputs]
-        ends = np.cumsum(rows)
+        ends = list(itertools.accumulate(len(tensors[self._input_names[0]]) for tensors in inputs))
         return [
             pb_utils.InferenceResponse(
                 [
-                    pb_utils.Tensor(name, outputs[name][end - count : end])
+                    self._tensors.to_triton(name, outputs[name][start:end])
                     for name in self._output_names
                 ]
             )
-            for count, end in zip(rows, ends, strict=True)
+            for start, end in itertools.pairwise([0, *ends])
         ]
 
-    def _read(self, request: Any) -> dict[str, np.ndarray]:
+    def _read(self, request: Any) -> dict[str, Any]:
         return {
-            name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+            name: self._tensors.from_triton(pb_utils.get_input_tensor_by_name(request, name))
             for name in self._input_names
         }
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -54,15 +53,17 @@ def test_a_second_export_with_nothing_changed_does_nothing(repository, checkpoin
 def exporter_that_takes(repository, calls):
     """Stands for `export_checkpoint`, which takes half a minute: copies what it has made."""
 
-    def export(checkpoint, output, verify, progress, *_):
-        calls.append(verify)
+    def export(checkpoint, output, verify, progress, workers, recipe, calibration, kept, finished):
         models = repository / "model_repository"
         engines = manifest.read(repository)["engines"]
-        for engine in engines:
-            shutil.copytree(models / engine / "1", output / engine)
+        for name in engines.keys() - kept.keys():
+            calls.append(name)
+            (output / name).mkdir(parents=True)
+            for file in engines[name]["files"]:
+                shutil.copy(models / name / "1" / file, output / name)
+            finished(name, engines[name])
         shutil.copy(models / "checkpoint.json", output)
         shutil.copy(models / "tokenize/1/tokenizer.json", output)
-        return engines
 
     return export
 
@@ -78,9 +79,10 @@ def test_a_damaged_repository_is_rebuilt(damaged, repository, checkpoint, tmp_pa
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     assert not manifest.is_intact(copy, manifest.read(copy))
     calls = []
-    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, calls))
+    exporter = exporter_that_takes(repository, calls)
+    monkeypatch.setattr("build.onnx_stage.export_checkpoint", exporter)
     assert assemble(checkpoint, load_profile("cpu"), copy)
-    assert calls == ["auto"]
+    assert sorted(calls) == ["dit", "modulation", "text_encoder", "vae_decoder"]
     assert manifest.is_intact(copy, manifest.read(copy))
     assert files_of(copy).keys() == files_of(repository).keys()
     assert not assemble(checkpoint, load_profile("cpu"), copy)
@@ -100,24 +102,50 @@ def test_edited_limits_stay_and_are_not_replaced_silently(
     assert config.read_text() == edited
 
 
-def test_a_profile_that_the_export_does_not_make_is_refused(
-    repository, checkpoint, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, []))
-    profile = load_profile("cpu")
-    profile.engines["dit"] = dataclasses.replace(profile.engines["dit"], precision="fp8")
-    with pytest.raises(BuildError, match=r"wants the engines .*fp8"):
-        assemble(checkpoint, profile, tmp_path / "repository")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_checkpoint_is_exported_anew(repository, other_checkpoint, tmp_path, monkeypatch):
-    copy = tmp_path / "copy"
-    shutil.copytree(repository, copy)
+def test_a_file_damaged_in_both_places_is_made_anew(repository, checkpoint, tmp_path, monkeypatch):
+    """The repository's files and the stages' are the same, by hard links."""
     calls = []
-    monkeypatch.setattr("build.assemble.export_checkpoint", exporter_that_takes(repository, calls))
-    assert assemble(other_checkpoint, load_profile("cpu"), copy, "full")
-    assert calls == ["full"]
+    exporter = exporter_that_takes(repository, calls)
+    monkeypatch.setattr("build.onnx_stage.export_checkpoint", exporter)
+    target = tmp_path / "repository"
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    weights = target / "model_repository/dit/1/model.onnx.data"
+    assert weights.samefile(tmp_path / "repository.onnx/dit/model.onnx.data")
+    whole, calls[:] = weights.read_bytes(), []
+    with weights.open("r+b") as file:
+        file.write(bytes([whole[0] ^ 1]))
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    assert calls == ["dit"]
+    assert weights.read_bytes() == whole
+
+
+def test_another_checkpoint_is_exported_anew(
+    repository, checkpoint, other_checkpoint, tmp_path, monkeypatch
+):
+    calls = []
+    exporter = exporter_that_takes(repository, calls)
+    monkeypatch.setattr("build.onnx_stage.export_checkpoint", exporter)
+    target = tmp_path / "repository"
+    for number, path in enumerate((checkpoint, other_checkpoint), 1):
+        assert assemble(path, load_profile("cpu"), target)
+        assert len(calls) == 4 * number
+
+
+@pytest.mark.parametrize("changed", ["versions", "sources"])
+def test_stages_of_other_versions_or_code_are_made_anew(
+    changed, repository, checkpoint, tmp_path, monkeypatch
+):
+    calls = []
+    exporter = exporter_that_takes(repository, calls)
+    monkeypatch.setattr("build.onnx_stage.export_checkpoint", exporter)
+    target = tmp_path / "repository"
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    shutil.rmtree(target)
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    assert len(calls) == 4  # the stages were kept
+    monkeypatch.setattr(f"build.onnx_stage.{changed}", lambda: {"torch": "0"})
+    assert assemble(checkpoint, load_profile("cpu"), target)
+    assert len(calls) == 8
 
 
 def test_an_interrupted_export_leaves_the_old_repository_untouched(tmp_path):
@@ -163,6 +191,24 @@ def test_a_folder_with_other_contents_is_not_replaced(tmp_path, checkpoint):
     with pytest.raises(BuildError, match="holds no exported repository"):
         assemble(checkpoint, load_profile("cpu"), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_stages_do_not_replace_a_checkpoint(checkpoint, tmp_path):
+    """Its folders have the names of engines."""
+    mine = tmp_path / "mine"
+    shutil.copytree(checkpoint, mine)
+    before = files_of(mine)
+    with pytest.raises(BuildError, match="mine is not empty and holds no ONNX stage"):
+        assemble(checkpoint, load_profile("cpu"), tmp_path / "repository", onnx=mine)
+    assert files_of(mine) == before
+
+
+@pytest.mark.parametrize("inside", ["", "stages"])
+def test_stages_are_not_within_the_repository(inside, checkpoint, tmp_path):
+    target = tmp_path / "repository"
+    with pytest.raises(BuildError, match=r"the stages cannot be in .*replaced as a whole"):
+        assemble(checkpoint, load_profile("cpu"), target, onnx=target / inside)
+    assert not target.exists()
 
 
 def test_an_unknown_profile_lists_those_there_are():

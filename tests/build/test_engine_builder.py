@@ -12,7 +12,13 @@ import tensorrt_rtx
 from onnx import TensorProto, helper
 
 from build import engine_builder
-from build.engine_builder import Gpu, ShapeRange, build_engine, complete_profiles
+from build.engine_builder import (
+    Gpu,
+    ShapeRange,
+    build_engine,
+    complete_profiles,
+    find_machine,
+)
 from build.profile import BuildError
 from tests import small_graphs
 
@@ -219,6 +225,37 @@ def test_a_missing_library_says_where_to_get_it(library, said, chain, monkeypatc
         build_engine(chain, chain.with_suffix(".out"), library, "sm120", [ROWS])
 
 
+OTHERS = {"tensorrt sm90": ["h200"], "tensorrt sm103": ["b300", "b300-fp8"]}
+
+
+def machine(library, targets, wanted=None):
+    return find_machine(library, targets, wanted, OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "targets", "wanted", "found"),
+    [
+        (None, ("sm120", "sm89"), "sm89", "sm89"),
+        (None, ("sm120",), None, "sm120"),
+        (Gpu("RTX 4090", "sm89"), ("sm120", "sm89"), None, "sm89"),
+        (Gpu("RTX 4090", "sm89"), ("sm120", "sm89"), "sm120", "sm120"),
+        (Gpu("H200", "sm90"), ("sm120",), None, "sm120"),
+    ],
+)
+def test_rtx_compiles_for_what_is_named_or_here(gpu, targets, wanted, found, monkeypatch):
+    monkeypatch.setattr(engine_builder, "find_gpu", lambda: gpu)
+    assert machine("tensorrt_rtx", targets, wanted) == ("tensorrt_rtx", VERSION, found, None)
+
+
+def test_rtx_asks_for_a_target_where_there_are_several(monkeypatch):
+    monkeypatch.setattr(engine_builder, "find_gpu", lambda: Gpu("H200", "sm90"))
+    said = (
+        "compiles for sm120 or sm89, and the GPU here, H200, is sm90: name one, as in TARGET=sm12"
+    )
+    with pytest.raises(BuildError, match=said):
+        machine("tensorrt_rtx", ("sm120", "sm89"))
+
+
 @pytest.fixture
 def tensorrt(monkeypatch):
     """TensorRT-RTX under the name of TensorRT: its API, without the other's need of a GPU."""
@@ -233,6 +270,25 @@ def test_tensorrt_needs_the_gpu_that_it_builds_for(tensorrt, chain, monkeypatch)
     monkeypatch.setattr(engine_builder, "find_gpu", lambda: tensorrt)
     with pytest.raises(BuildError, match=r"wanted for sm100, .* NVIDIA B300, which is sm103$"):
         build_engine(chain, chain.with_suffix(".plan"), "tensorrt", "sm100", [ROWS])
+
+
+def test_tensorrt_is_for_the_gpu_in_the_machine(tensorrt, monkeypatch):
+    monkeypatch.setattr(engine_builder, "find_gpu", lambda: tensorrt)
+    expected = ("tensorrt", VERSION, "sm103", "NVIDIA B300")
+    assert machine("tensorrt", ("sm100", "sm103")) == expected
+    assert machine("tensorrt", ("sm103",), "sm103") == expected
+    with pytest.raises(
+        BuildError, match=r"B300 \(sm103\), .* for sm90: .*PROFILE=b300 or b300-fp8"
+    ):
+        machine("tensorrt", ("sm90",))
+    with pytest.raises(BuildError, match=r"is NVIDIA B300 \(sm103\), .* are wanted for sm100: run"):
+        machine("tensorrt", ("sm100", "sm103"), "sm100")
+    monkeypatch.setattr(engine_builder, "find_gpu", lambda: Gpu("NVIDIA L4", "sm89"))
+    with pytest.raises(BuildError, match=r"wanted for sm90: run this where such a GPU is$"):
+        machine("tensorrt", ("sm90",))
+    monkeypatch.setattr(engine_builder, "find_gpu", lambda: None)
+    with pytest.raises(BuildError, match=r"torch finds none here: .* with `--gpus all`$"):
+        machine("tensorrt", ("sm90",))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of RTX: it times nothing

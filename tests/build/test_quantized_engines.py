@@ -1,79 +1,64 @@
-"""TensorRT-RTX compiles every engine in every precision, on this machine, for cards that it is not.
+"""TensorRT-RTX compiles every engine of every profile, on this machine, for cards that it is not.
 
-One block stands for all: the graph repeats it.
+Precisions and shapes are the profiles' own; a new profile is covered by being there. Full TensorRT
+builds only on the card itself: for its profiles the same graphs are compiled for SM120 and SM89,
+and for the profile's own architectures where TensorRT-RTX knows them.
 """
 
-from pathlib import Path
+from itertools import chain
 
 import pytest
 
-from build.engine_builder import RTX, ShapeRange, build_engine
-from build.profile import BuildError
-from tests.export.written import Written
-from tests.make_checkpoint import cached_checkpoint
+from build.engine_builder import RTX, build_engine
+from build.profile import BuildError, load_profile, profile_names
+from build.shapes import graph_inputs, optimization_profiles
 
-TOKENS, TEXT = 64, 32
-SHAPES = {
-    "hidden_states": (TOKENS, 64),
-    "text_mask": (TEXT,),
-    "position_ids": (TOKENS + TEXT, 3),
-    "final_modulation": (),
-    "input_ids": (34 + TEXT,),
-    "timestep": (1,),
-    "latents": (16, 16, 16),
+DROPPED_TOKENS = 34  # by QwenImagePipeline's template
+TARGETS = ("sm120", "sm89")
+OF_RTX = {*TARGETS, "sm80", "sm86"}
+# Each combination of precision and shapes once, under the name of the last profile that has it.
+BUILDS = {
+    (name, target, str(engine)): (profile.name, name, engine, target)
+    for profile in map(load_profile, profile_names())
+    for name, engine in profile.engines.items()
+    if engine.library
+    for target in chain(TARGETS, sorted(OF_RTX.intersection(profile.targets)))
 }
-BUILDS = [
-    ("bf16", "dit"),
-    ("bf16", "text_encoder"),
-    ("bf16", "modulation"),
-    ("bf16", "vae_decoder"),
-    ("fp8", "dit"),
-    ("fp8", "text_encoder"),
-    ("int8", "dit"),
-    ("int8", "text_encoder"),
-    ("nvfp4", "dit"),
-]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return Written(cached_checkpoint(blocks=1), tmp_path_factory.mktemp("written"))
+@pytest.mark.parametrize("target", TARGETS)
+def test_fp8_attention_is_compiled(target, converted, tmp_path):
+    """No profile has it: a faster engine for those whose pictures bear it."""
+    engine = load_profile("h200").engines["dit"]
+    model = converted("fp8-attention", "dit") / "model.onnx"
+    ranges = optimization_profiles(engine, graph_inputs(model), DROPPED_TOKENS)
+    assert build_engine(model, tmp_path / "model.rtx", RTX, target, ranges)["target"] == target
 
 
-@pytest.fixture(scope="module")
-def converted(written, tmp_path_factory):
-    """Returns the folder of an engine converted by a recipe, for TensorRT."""
-    folder, made = tmp_path_factory.mktemp("converted"), {}
-
-    def convert(recipe: str, name: str) -> Path:
-        if (recipe, name) not in made:
-            made[recipe, name] = folder / f"{name}-{recipe}"
-            made[recipe, name].mkdir()
-            written.convert(name, recipe, "bf16", made[recipe, name])
-        return made[recipe, name]
-
-    return convert
+def labelled(value):
+    return value if isinstance(value, str) else value.precision
 
 
-def profile(written, name):
-    """One to eight rows of one size."""
-    ranges = {}
-    for tensor in written.engines[name].inputs:
-        fixed = SHAPES.get(tensor.name) or tensor.shape[1:]
-        if tensor.name == "encoder_hidden_states":
-            fixed = (TEXT, tensor.shape[2])
-        ranges[tensor.name] = ShapeRange((1, *fixed), (2, *fixed), (8, *fixed))
-    return ranges
+@pytest.mark.parametrize(("profile", "name", "engine", "target"), BUILDS.values(), ids=labelled)
+def test_it_is_compiled(profile, name, engine, target, converted, tmp_path):
+    model = converted(engine.precision, name) / "model.onnx"
+    ranges = optimization_profiles(engine, graph_inputs(model), DROPPED_TOKENS)
 
+    def build():
+        return build_engine(
+            model,
+            tmp_path / "model.rtx",
+            RTX,
+            target,
+            ranges,
+            weight_streaming=engine.weight_streaming,
+        )
 
-@pytest.mark.parametrize("target", ["sm120", "sm89"])
-@pytest.mark.parametrize(("recipe", "name"), BUILDS, ids=lambda value: value)
-def test_it_is_compiled(recipe, name, target, written, converted, tmp_path):
-    if (recipe, target) == ("nvfp4", "sm89"):
+    if (engine.precision, target) == ("nvfp4", "sm89"):
         with pytest.raises(BuildError, match=r"cannot build .* for sm89: .*fp4_e2m1"):
-            build(recipe, name, target, written, converted, tmp_path)
+            build()
         return
-    description = build(recipe, name, target, written, converted, tmp_path)
+    description = build()
     assert description["target"] == target
     borders = {key: value["dtype"] for key, value in description["inputs"].items()}
     expected = {"timestep": "FP32", "latents": "FP32", "input_ids": "INT64"}
@@ -81,7 +66,6 @@ def test_it_is_compiled(recipe, name, target, written, converted, tmp_path):
     assert borders == {key: expected.get(key, "BF16") for key in borders}
 
 
-def build(recipe, name, target, written, converted, tmp_path):
-    model = converted(recipe, name) / "model.onnx"
-    ranges = [profile(written, name)]
-    return build_engine(model, tmp_path / "model.rtx", RTX, target, ranges)
+def test_every_precision_is_compiled():
+    compiled = {engine.precision for _, _, engine, _ in BUILDS.values()}
+    assert compiled == {"bf16", "fp8", "int8", "nvfp4"}

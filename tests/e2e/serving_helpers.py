@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import tritonclient.grpc as grpcclient
+from onnx.external_data_helper import ExternalDataInfo
 from PIL import Image
+
+from build import manifest
 
 _DTYPES = {
     "prompt": "BYTES",
@@ -145,3 +149,28 @@ def parameter(name: str, old: str, new: str) -> tuple[str, str]:
     """The replacement that changes one parameter of a config.pbtxt."""
     line = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}'
     return line.format(name, old), line.format(name, new)
+
+
+def perturb(repository: Path, target: Path, layer: str) -> Path:
+    """A copy in which noise as strong as the weights is added to the DiT's `layer`."""
+    variant(repository, target, {})
+    folder = target / "model_repository" / "dit" / "1"
+    data = folder / "model.onnx.data"
+    content = bytearray(data.read_bytes())
+    rng = np.random.default_rng(0)
+    perturbed = 0
+    for tensor in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
+        if tensor.name.startswith(layer) and tensor.name.endswith(".weight"):
+            info = ExternalDataInfo(tensor)
+            span = slice(info.offset, info.offset + info.length)
+            weights = np.frombuffer(content[span], np.float32)
+            noise = weights.std() * rng.standard_normal(weights.shape)
+            content[span] = (weights + noise).astype(np.float32).tobytes()
+            perturbed += 1
+    assert perturbed >= 4
+    data.unlink()  # it was a link
+    data.write_bytes(content)
+    described = manifest.read(target)
+    (target / "manifest.json").unlink()
+    manifest.write(target, {**described, "files": manifest.list_files(target, {})})
+    return target

@@ -4,19 +4,15 @@ import json
 import subprocess
 import sys
 
-import numpy as np
-import onnx
 import pytest
-from onnx.external_data_helper import ExternalDataInfo
 
-from build import manifest
 from quality.gate import load_gate
 from quality.run import load_run, measure
 from quality.served import Served
 from serving.server import TritonServer
 from tests.conftest import ROOT
 from tests.e2e.reference import largest_difference, reference_images
-from tests.e2e.serving_helpers import variant
+from tests.e2e.serving_helpers import perturb
 
 GATE = ROOT / "quality" / "gates" / "tiny"
 
@@ -57,31 +53,6 @@ def test_the_shipped_reference_is_what_diffusers_draws(tiny_checkpoint):
     for number in (2, 101):
         drawn = reference_images(tiny_checkpoint, **gate.prompts[number].fields)
         assert largest_difference([shipped.picture(number)], drawn) <= 1
-
-
-def perturb(repository, target, layer):
-    """A copy in which noise as strong as the weights is added to the DiT's `layer`."""
-    variant(repository, target, {})
-    folder = target / "model_repository" / "dit" / "1"
-    data = folder / "model.onnx.data"
-    content = bytearray(data.read_bytes())
-    rng = np.random.default_rng(0)
-    perturbed = 0
-    for tensor in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
-        if tensor.name.startswith(layer) and tensor.name.endswith(".weight"):
-            info = ExternalDataInfo(tensor)
-            span = slice(info.offset, info.offset + info.length)
-            weights = np.frombuffer(content[span], np.float32)
-            noise = weights.std() * rng.standard_normal(weights.shape)
-            content[span] = (weights + noise).astype(np.float32).tobytes()
-            perturbed += 1
-    assert perturbed >= 4
-    data.unlink()  # it was a link
-    data.write_bytes(content)
-    described = manifest.read(target)
-    (target / "manifest.json").unlink()
-    manifest.write(target, {**described, "files": manifest.list_files(target)})
-    return target
 
 
 def test_a_perturbed_attention_layer_is_found(run, tiny_repository, tmp_path):

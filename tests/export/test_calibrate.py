@@ -149,6 +149,11 @@ def test_the_ranges_are_those_of_the_pipeline(checkpoint: Path, calibration: Cal
         expected = np.abs(np.concatenate(arrays)).max(axis=0)
         np.testing.assert_array_equal(calibration.channels(name), expected, err_msg=name)
         assert calibration.amax(name) == expected.max() > 0
+        # Every prompt counts as much as another, however many tokens it has.
+        prompts = np.array_split(np.arange(len(arrays)), len(TEXTS))
+        means = [(np.concatenate([arrays[i] for i in part]) ** 2).mean(axis=0) for part in prompts]
+        squares = calibration.squares(name)
+        np.testing.assert_allclose(squares, np.mean(means, axis=0), rtol=1e-4, err_msg=name)
 
 
 def test_every_matrix_and_convolution_of_the_engines_has_a_range(
@@ -172,7 +177,7 @@ def test_every_matrix_and_convolution_of_the_engines_has_a_range(
 
 def test_amax_is_the_largest_of_the_channels(calibrated: Path, calibration: Calibration) -> None:
     tensors = load_file(calibrated)
-    assert len(tensors) == 2 * len(calibration.names)
+    assert len(tensors) == 3 * len(calibration.names)
     assert {str(value.dtype) for value in tensors.values()} == {"float32"}
     for name in calibration.names:
         assert tensors[f"{name}/amax"].shape == ()
@@ -181,7 +186,7 @@ def test_amax_is_the_largest_of_the_channels(calibrated: Path, calibration: Cali
 
 def test_a_layer_without_a_range_is_named(calibration: Calibration) -> None:
     name = "dit/transformer_blocks.0.img_mod.1"
-    for read in (calibration.amax, calibration.channels):
+    for read in (calibration.amax, calibration.channels, calibration.squares):
         with pytest.raises(ExportError, match=rf"has no range of {name}$"):
             read(name)
 
@@ -270,7 +275,7 @@ def test_a_run_of_something_else_is_not_gone_on_with(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "calibration.safetensors"
-    save_calibration(out, calibration.settings | change, {})
+    save_calibration(out, calibration.settings | change, {}, {})
     before = out.read_bytes()
     with pytest.raises(ExportError) as caught:
         calibrate(opened, out, prompts, STEPS)
@@ -308,8 +313,8 @@ def test_another_format_is_refused(
     calibration: Calibration, fingerprint: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "calibration.safetensors"
-    save_calibration(out, calibration.settings | {"format": 2}, {})
-    with pytest.raises(ExportError, match="has the format 2, but only 1 is read"):
+    save_calibration(out, calibration.settings | {"format": 1}, {}, {})
+    with pytest.raises(ExportError, match="has the format 1, but only 2 is read"):
         load_calibration(out, fingerprint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor as TorchTensor
 from torch import nn
 
 import export
-from export import ExportError, export_checkpoint, verify
+from export import ExportError, export_checkpoint, ignore_progress, verify
 from export.engines import FLOAT, INT64, Engine, engines
 from export.graph import EXAMPLE_SIZES, Part, Tensor, trace
-from export.write import write_engine
+from export.source import Planned, Written
+from export.write import Weight, plan_engine, save, write_engine
 
 from .conftest import Exported
 
@@ -28,9 +31,19 @@ def engine_of(exported: Exported, name: str) -> Engine:
 
 
 def run_verify(exported: Exported, name: str, folder: Path | None = None) -> dict[str, Any]:
-    engine = engine_of(exported, name)
-    folder = folder or exported.folder / name
-    return verify.verify_engine(engine, exported.checkpoint, folder, "auto", lambda *step: None)
+    source = Written(name, folder or exported.folder / name)
+    return verify_from(exported, source)
+
+
+def verify_from(
+    exported: Exported, source: Written | Planned, mode: str = "auto"
+) -> dict[str, Any]:
+    engine = engine_of(exported, source.graph.graph.name)
+    return verify.verify_engine(engine, exported.checkpoint, source, mode, ignore_progress)
+
+
+def plan(exported: Exported, name: str) -> tuple[ir.Model, dict[str, Weight]]:
+    return plan_engine(engine_of(exported, name), exported.checkpoint, ignore_progress)
 
 
 @pytest.fixture
@@ -48,10 +61,80 @@ def test_block_by_block_agrees(exported: Exported, by_stage: None, name: str) ->
 
 
 def test_full_runs_a_large_engine_as_a_whole(exported: Exported, by_stage: None) -> None:
-    engine = engine_of(exported, "modulation")
-    folder = exported.folder / "modulation"
-    result = verify.verify_engine(engine, exported.checkpoint, folder, "full", lambda *step: None)
-    assert result["mode"] == "whole"
+    source = Written("modulation", exported.folder / "modulation")
+    assert verify_from(exported, source, "full")["mode"] == "whole"
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "modulation", "dit", "vae_decoder"])
+def test_the_plan_passes_as_its_files_do(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    planned = Planned(name, *plan(exported, name))
+    assert verify_from(exported, planned) == run_verify(exported, name)
+    monkeypatch.setattr(verify, "WHOLE_LIMIT", 0)
+    monkeypatch.setattr(verify, "PIECE_LIMIT", 20_000)
+    by_stage = verify_from(exported, planned)
+    assert by_stage["mode"] == ("whole" if name == "vae_decoder" else "blocks")
+    assert by_stage == run_verify(exported, name)
+
+
+def test_few_weights_of_a_plan_are_in_memory(
+    exported: Exported, by_stage: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, weights = plan(exported, "dit")
+    live, most = 0, 0
+
+    def read(weight: Weight) -> np.ndarray:
+        nonlocal live, most
+        array = whole(weight)
+        live += array.nbytes
+        most = max(most, live)
+        weakref.finalize(array, let_go, array.nbytes)
+        return array
+
+    def let_go(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    whole = Weight.read
+    monkeypatch.setattr(Weight, "read", read)
+    verify_from(exported, Planned("dit", model, weights))
+    sizes = [weight.length for weight in weights.values()]
+    assert max(sizes) <= most <= verify.PIECE_LIMIT + max(sizes) < sum(sizes) / 10
+
+
+def damage_weight(model: ir.Model, weights: dict[str, Weight]) -> None:
+    """Block 7 has a weight of block 6."""
+    name = "transformer_blocks.7.attn.to_k.weight"
+    other = weights["transformer_blocks.6.attn.to_k.weight"]
+    weights[name] = replace(weights[name], pieces=other.pieces)
+
+
+def damage_graph(model: ir.Model, weights: dict[str, Weight]) -> None:
+    """Block 7 takes the modulation of block 6."""
+    values = model.graph.initializers
+    values["block.7.index"].const_value = values["block.6.index"].const_value
+
+
+@pytest.mark.parametrize("damage", [damage_weight, damage_graph])
+def test_a_wrong_plan_is_found(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    model, weights = plan(exported, "dit")
+    damage(model, weights)
+    planned = Planned("dit", model, weights)
+    with pytest.raises(ExportError, match=r"^dit: noise_pred differs from torch's by"):
+        verify_from(exported, planned)
+    monkeypatch.setattr(verify, "WHOLE_LIMIT", 0)
+    with pytest.raises(ExportError, match=r"^dit, block\.7: (image|text) differs from torch's by"):
+        verify_from(exported, planned)
+
+
+def test_an_invalid_graph_of_the_plan_is_refused(exported: Exported) -> None:
+    model, weights = plan(exported, "modulation")
+    next(iter(model.graph)).op_type = "Mystery"
+    with pytest.raises(ExportError, match=r"^modulation: the graph is not valid: "):
+        Planned("modulation", model, weights)
 
 
 def flip(folder: Path, name: str) -> None:
@@ -191,6 +274,30 @@ def test_a_truncated_data_file_is_refused(
         run_verify(exported, "modulation", folder)
 
 
+def shift(graph: onnx.GraphProto) -> None:
+    """The first weight lies 64 bytes further than it did."""
+    next(
+        entry for entry in graph.initializer[0].external_data if entry.key == "offset"
+    ).value = "64"
+
+
+def test_files_other_than_what_was_written_are_refused(exported: Exported, tmp_path: Path) -> None:
+    model, weights = plan(exported, "modulation")
+    sums = save("modulation", model, weights, tmp_path, ignore_progress)
+    verify.check_written("modulation", tmp_path, sums, ignore_progress)
+
+    def refused(sentence: str, sums: dict[str, int] = sums) -> None:
+        with pytest.raises(ExportError, match=rf"^modulation: {sentence}"):
+            verify.check_written("modulation", tmp_path, sums, ignore_progress)
+
+    refused("other is in the graph or in the data, but not in both", {**sums, "other": 0})
+    flip(tmp_path, "norm_out.linear.weight")
+    refused(r".*/model.onnx.data does not hold norm_out\.linear\.weight as it was written")
+    flip(tmp_path, "norm_out.linear.weight")
+    edit_graph(tmp_path, shift)
+    refused(rf".*/model.onnx.data does not hold {next(iter(sums))} as it was written")
+
+
 class Frozen(nn.Module):
     """Does one thing for the length of the example and another for all others."""
 
@@ -208,9 +315,7 @@ def test_a_graph_with_a_frozen_length_is_refused(exported: Exported, tmp_path: P
     """A prologue traced at 41 tokens: its borders look right, its inside does not."""
     engine = engine_of(exported, "text_encoder")
     frozen = replace(engine.prologue, inputs=(Tensor("input_ids", INT64, ("batch", 41)),))
-    write_engine(
-        replace(engine, prologue=frozen), exported.checkpoint, tmp_path, lambda *step: None
-    )
+    write_engine(replace(engine, prologue=frozen), exported.checkpoint, tmp_path, ignore_progress)
     with pytest.raises(
         ExportError, match=r"^text_encoder: the graph does not take input_ids \[2, 46\]: "
     ):
@@ -222,17 +327,12 @@ def test_an_engine_that_fails_its_check_does_not_appear(
 ) -> None:
     """Neither does it replace an older one, nor leave its files behind."""
 
-    def write(engine: Engine, checkpoint: Any, folder: Path, progress: Any) -> tuple[Any, Any]:
-        (folder / "model.onnx").write_text("new")
-        return None, {}
-
     def refuse(*arguments: Any) -> None:
         raise ExportError("modulation: no")
 
     (tmp_path / "modulation").mkdir()
     (tmp_path / "modulation" / "model.onnx").write_text("old")
     monkeypatch.setattr(export, "engines", lambda c: [engine_of(exported, "modulation")])
-    monkeypatch.setattr(export, "write_engine", write)
     monkeypatch.setattr(export, "verify_engine", refuse)
     with pytest.raises(ExportError):
         export_checkpoint(exported.checkpoint, tmp_path)

@@ -11,8 +11,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from export import Checkpoint
+from export.attention import PARTS
 from export.calibration import Calibration
-from export.convert import convert_engine
+from export.convert import block_number, convert_engine
 from export.engines import engines
 from export.quantize import layers
 from export.recipe import load_recipe
@@ -44,7 +45,7 @@ class Written:
         sizes |= {"height": 4, "width": 6}
         feed = {}
         for tensor in self.engines[name].inputs:
-            shape = [sizes.get(str(dim), dim) for dim in tensor.shape]
+            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
             if tensor.dtype == ir.DataType.FLOAT:
                 feed[tensor.name] = rng.standard_normal(shape).astype(np.float32)
             elif tensor.dtype == ir.DataType.BOOL:
@@ -54,17 +55,27 @@ class Written:
         return feed
 
     def run(self, name: str, folder: Path | None = None) -> np.ndarray:
-        path = (folder or self.folder / name) / "model.onnx"
+        return self.session(folder or self.folder / name).run(None, self.inputs[name])[0]
+
+    def session(self, folder: Path) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return session.run(None, self.inputs[name])[0]
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        path, providers = str(folder / "model.onnx"), ["CPUExecutionProvider"]
+        return ort.InferenceSession(path, options, providers=providers)
 
     def calibration(self, name: str) -> Calibration:
         """The ranges of this one input, found by running the graph with them as outputs."""
         model = ir.load(self.folder / name / "model.onnx")
         found = layers(model, self.weights[name])
-        watched = list(dict.fromkeys(layer.activation for layer in found.values()))
+        attended = {
+            f"transformer_blocks.{block_number(node)}.attn.{part}": value
+            for node in model.graph
+            if node.op_type == "Attention" and name == "dit"
+            for part, value in zip(PARTS, node.inputs, strict=False)
+        }
+        watched = [layer.activation for layer in found.values()]
+        watched = list(dict.fromkeys([*watched, *attended.values()]))
         borders = {value.name for value in model.graph.inputs}
         model.graph.outputs.extend(x for x in watched if x.name not in borders)
         # Where the weights are; the graph alone is written anew.
@@ -76,11 +87,15 @@ class Written:
         values |= self.inputs[name]
         tensors = {}
         for layer in found.values():
-            value = np.abs(values[str(layer.activation.name)])
+            value = values[str(layer.activation.name)]
             axis = 1 if layer.node.op_type == "Conv" else -1
-            channels = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis]).max(0)
+            rows = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
+            channels = np.abs(rows).max(0)
             tensors[f"{name}/{layer.name}/amax"] = np.array(channels.max())
             tensors[f"{name}/{layer.name}/channels"] = channels
+            tensors[f"{name}/{layer.name}/squares"] = (rows**2).mean(0)
+        for key, value in attended.items():
+            tensors[f"{name}/{key}/channels"] = np.abs(values[str(value.name)]).max((0, 1))
         return Calibration(path, {}, tensors)
 
     def convert(self, name: str, recipe: str, compute: str, folder: Path) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def make_repository(
     manifest = {
         "format": 1,
         "profile": profile,
+        "engines": {},
         "files": {
             name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for name, content in files.items()

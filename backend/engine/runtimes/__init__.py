@@ -3,10 +3,14 @@
 A runtime is a module named after the suffix of its artifact (`onnx.py` loads `model.onnx`) with a
 class `Runtime`:
 
-- `Runtime(artifact: Path, parameters: Mapping[str, str])` loads the engine; the parameters are
-  those of the model's configuration;
+- `Runtime(artifact: Path, parameters: Mapping[str, str], gpu: int)` loads the engine; the
+  parameters are those of the model's configuration, `gpu` is the number that its instance got
+  (0 for KIND_CPU);
+- `device`: None if it computes with numpy arrays, else the torch device that its results are on;
 - `inputs`, `outputs`: lists of `TensorSpec`;
-- `run(batch: Mapping[str, ndarray]) -> dict[str, ndarray]` computes one batch, rows first;
+- `run(batch) -> results` computes one batch, rows first: mappings of names to arrays, or to torch
+  tensors, of which the inputs are wherever Triton had them. Results are finished and nobody
+  else's;
 - `close()` ends it, when the model is unloaded.
 
 All raise `EngineError` with one sentence.
@@ -15,11 +19,7 @@ All raise `EngineError` with one sentence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-
-Dtypes = dict[str, "np.dtype[Any]"]
+from typing import NamedTuple
 
 
 class EngineError(Exception):
@@ -27,10 +27,10 @@ class EngineError(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """Name and numpy dtype of an engine's input or output."""
+    """Name and Triton's data type, such as `BF16`, of an engine's input or output."""
 
     name: str
-    dtype: type
+    dtype: str
 
 
 def check_signature(
@@ -41,8 +41,7 @@ def check_signature(
     Raises:
         EngineError: names what differs on both sides.
     """
-    config: Dtypes = {spec.name: np.dtype(spec.dtype) for spec in declared}
-    engine: Dtypes = {spec.name: np.dtype(spec.dtype) for spec in actual}
+    config, engine = dict(declared), dict(actual)
     if config != engine:
         differing = sorted(set(config.items()) ^ set(engine.items()), key=str)
         names = sorted({name for name, _ in differing})
@@ -52,5 +51,5 @@ def check_signature(
         )
 
 
-def _listed(tensors: Dtypes, names: Sequence[str]) -> str:
+def _listed(tensors: dict[str, str], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {tensors[name]}" for name in names if name in tensors) or "none"

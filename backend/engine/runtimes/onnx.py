@@ -17,20 +17,25 @@ import onnxruntime
 
 from runtimes import EngineError, TensorSpec
 
+# ONNX Runtime's names → Triton's.
 _DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
+    "tensor(float)": "FP32",
+    "tensor(float16)": "FP16",
+    "tensor(int64)": "INT64",
+    "tensor(int32)": "INT32",
+    "tensor(uint8)": "UINT8",
+    "tensor(bool)": "BOOL",
 }
+# Providers that compute on a GPU, and take its number.
+_ON_GPU = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
 
 class Runtime:
     """One ONNX Runtime session."""
 
-    def __init__(self, artifact: Path, parameters: Mapping[str, str]) -> None:
+    device = None
+
+    def __init__(self, artifact: Path, parameters: Mapping[str, str], gpu: int = 0) -> None:
         """
         Args:
             artifact: `model.onnx`, its external data beside it.
@@ -59,11 +64,14 @@ class Runtime:
         # Several engines share the cores, each in a process of its own: a thread that spins for
         # work takes them from the others.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Where only a layer's weights are INT8, its inputs are not rounded to INT8, too.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         # Shapes vary from call to call: a plan made for one of them does not fit the next.
         options.enable_mem_pattern = False
         options.log_severity_level = 3
+        providers = [(name, {"device_id": gpu} if name in _ON_GPU else {}) for name in wanted]
         try:
-            self._session = onnxruntime.InferenceSession(str(artifact), options, providers=wanted)
+            self._session = onnxruntime.InferenceSession(str(artifact), options, providers)
         except Exception as error:
             raise EngineError(f"{artifact.name} cannot be loaded: {_one_line(error)}") from None
         self.inputs = [TensorSpec(n.name, _dtype(n)) for n in self._session.get_inputs()]
@@ -86,7 +94,7 @@ class Runtime:
         """The session has nothing to keep."""
 
 
-def _dtype(node: onnxruntime.NodeArg) -> type:
+def _dtype(node: onnxruntime.NodeArg) -> str:
     try:
         return _DTYPES[node.type]
     except KeyError:

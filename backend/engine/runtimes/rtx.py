@@ -22,19 +22,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from runtimes import EngineError, TensorSpec
 
-_DTYPES: dict[str, type] = {
-    "FP32": np.float32,
-    "FP16": np.float16,
-    "INT64": np.int64,
-    "INT32": np.int32,
-    "INT8": np.int8,
-    "UINT8": np.uint8,
-    "BOOL": np.bool_,
+# Triton's names → torch's.
+_DTYPES: dict[str, torch.dtype] = {
+    "FP32": torch.float32,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
 }
 Shapes = Mapping[str, Sequence[int]]
 # The optimization profiles: for every input the bounds `min`, `opt` and `max` of its shape.
@@ -42,12 +43,13 @@ Profiles = Sequence[Mapping[str, Mapping[str, Sequence[int]]]]
 
 
 class Runtime:
-    """One engine on the first GPU, with one stream and its own device memory."""
+    """One engine on one GPU, with one stream and its own device memory."""
 
-    def __init__(self, artifact: Path, parameters: Mapping[str, str]) -> None:
+    def __init__(self, artifact: Path, parameters: Mapping[str, str], gpu: int = 0) -> None:
         """
         Args:
             artifact: `model.rtx`, with `model.json` beside it.
+            gpu: its number.
 
         Raises:
             EngineError: the engine is not this library's or this GPU's, or cannot be loaded.
@@ -70,7 +72,9 @@ class Runtime:
                 f"{artifact.name} needs TensorRT-RTX {version}, which is not installed ({error}): "
                 f"`pip install tensorrt-rtx=={version}`"
             ) from None
-        check_fit(artifact, description, trt.__version__, find_gpu())
+        check_fit(artifact, description, trt.__version__, find_gpu(gpu))
+        self.device = f"cuda:{gpu}"
+        torch.cuda.set_device(gpu)
 
         self._log = _log(trt)
         self._runtime = trt.Runtime(self._log)
@@ -99,34 +103,34 @@ class Runtime:
         self._buffers: dict[str, torch.Tensor] = {}  # on the GPU, bytes
         self._save_cache()
 
-    def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Computes one batch.
+    def run(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Computes one batch; takes tensors in any memory, returns new ones on the GPU.
 
         Raises:
             EngineError: no profile holds the shapes, or the GPU failed or ran out of memory.
         """
-        profile = choose_profile(self._profiles, {name: a.shape for name, a in batch.items()})
+        profile = choose_profile(self._profiles, {name: x.shape for name, x in batch.items()})
         try:
             with torch.cuda.stream(self._stream):
                 outputs = self._enqueue(profile, batch)
             self._stream.synchronize()
         except RuntimeError as error:  # torch's, out of memory among them, and TensorRT's
             raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from None
-        return {name: tensor.numpy() for name, tensor in outputs.items()}
+        return outputs
 
     def close(self) -> None:
         """Keeps the kernels that were compiled since the start."""
         self._save_cache()
 
-    def _enqueue(self, profile: int, batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def _enqueue(self, profile: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Puts copies and computation on the stream; the outputs are whole when it is done."""
         stream, context = self._stream.cuda_stream, self._context
         if context.active_optimization_profile != profile:
             self._succeeded(context.set_optimization_profile_async(profile, stream))
         for spec in self.inputs:
-            array = np.require(batch[spec.name], spec.dtype, ["C", "W"])
-            self._succeeded(context.set_input_shape(spec.name, array.shape))
-            self._bind(spec, array.shape).copy_(torch.from_numpy(array), non_blocking=True)
+            tensor = batch[spec.name]
+            self._succeeded(context.set_input_shape(spec.name, tuple(tensor.shape)))
+            self._bind(spec, tuple(tensor.shape)).copy_(tensor, non_blocking=True)
         if context.infer_shapes():
             raise RuntimeError(f"not every shape is known: {self._log.last_error}")
         results = {
@@ -134,24 +138,21 @@ class Runtime:
             for spec in self.outputs
         }
         self._succeeded(context.execute_async_v3(stream))
-        outputs = {}
-        for name, result in results.items():
-            outputs[name] = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            outputs[name].copy_(result, non_blocking=True)
-        return outputs
+        # The engine's own memory is written again in the next run.
+        return {name: result.clone() for name, result in results.items()}
 
     def _bind(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the tensor's device memory as an array of this shape, grown if need be.
+        """Returns the engine's own memory for a tensor, in this shape, grown if need be.
 
         Addresses change only then, so that captured graphs stay valid.
         """
-        size = math.prod(shape) * np.dtype(spec.dtype).itemsize
+        dtype = _DTYPES[spec.dtype]
+        size = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(spec.name)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._buffers[spec.name] = buffer
         self._succeeded(self._context.set_tensor_address(spec.name, buffer.data_ptr()))
-        dtype = getattr(torch, np.dtype(spec.dtype).name)
         return buffer[:size].view(dtype).view(shape)
 
     def _succeeded(self, success: bool) -> None:
@@ -192,26 +193,26 @@ def read_description(artifact: Path) -> dict[str, Any]:
 
 
 def tensor_specs(tensors: Mapping[str, Mapping[str, Any]]) -> list[TensorSpec]:
-    """Returns names and numpy dtypes of an engine's inputs or outputs.
+    """Returns an engine's inputs or outputs.
 
     Raises:
-        EngineError: numpy has no such dtype.
+        EngineError: a data type that does not pass through Triton.
     """
     for name, tensor in tensors.items():
         if tensor["dtype"] not in _DTYPES:
             raise EngineError(
-                f"{name} is {tensor['dtype']}, which numpy has not: build the engine with "
-                f"{', '.join(_DTYPES)} at its borders"
+                f"{name} is {tensor['dtype']}, which does not pass through Triton: build the "
+                f"engine with {', '.join(_DTYPES)} at its borders"
             )
-    return [TensorSpec(name, _DTYPES[tensor["dtype"]]) for name, tensor in tensors.items()]
+    return [TensorSpec(name, tensor["dtype"]) for name, tensor in tensors.items()]
 
 
-def find_gpu() -> tuple[str, str] | None:
-    """Returns the first GPU's name and its architecture, such as `sm120`; None if there is none."""
-    if not torch.cuda.is_available():
+def find_gpu(number: int) -> tuple[str, str] | None:
+    """Returns a GPU's name and its architecture, such as `sm120`; None if there is none."""
+    if number >= torch.cuda.device_count():
         return None
-    major, minor = torch.cuda.get_device_capability()
-    return torch.cuda.get_device_name(), f"sm{major}{minor}"
+    major, minor = torch.cuda.get_device_capability(number)
+    return torch.cuda.get_device_name(number), f"sm{major}{minor}"
 
 
 def check_fit(

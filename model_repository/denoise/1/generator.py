@@ -6,6 +6,7 @@ Knows engines only through the `Engines` protocol, so that it runs and is tested
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,8 +33,8 @@ class Modulation(NamedTuple):
 class Conditioning:
     """What stays the same over all steps of a generation, one row a prediction.
 
-    encoder_hidden_states: [R, T, text width], zero where padded. text_mask: BOOL [R, T].
-    position_ids: INT32 [R, T + L, 3].
+    encoder_hidden_states: [R, T, text width], zero where padded. text_mask: BOOL [R, T], on the
+    CPU. position_ids: INT32 [R, T + L, 3].
     """
 
     encoder_hidden_states: torch.Tensor
@@ -41,14 +42,44 @@ class Conditioning:
     position_ids: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a generation are, and the type in which `dit` takes and gives them."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Placement:
+        """Raises ValueError with a sentence that names a parameter that is wrong."""
+        dtypes = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+        device = parameters.get("engine_device", "cpu")
+        dtype = parameters.get("engine_dtype", "FP32")
+        if dtype not in dtypes:
+            raise ValueError(
+                f"the parameter engine_dtype is {dtype!r}; it must be one of {', '.join(dtypes)}"
+            )
+        if not re.fullmatch(r"cpu|cuda:\d+", device):
+            raise ValueError(
+                f"the parameter engine_device is {device!r}; it must be cpu or cuda:<number>"
+            )
+        placement = cls(torch.device(device), dtypes[dtype])
+        if placement.device.type == "cuda" and placement.device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"the parameter engine_device is {device!r}, and torch finds "
+                f"{torch.cuda.device_count()} GPUs here"
+            )
+        return placement
+
+
 class Engines(Protocol):
     """The models that a generation calls; every call may raise `GenerationError`."""
 
     async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """INT64 [1, S] → [1, S − dropped, text width]."""
+        """INT64 [1, S] on the CPU → [1, S − dropped, text width]."""
 
     async def modulate(self, timesteps: torch.Tensor) -> list[Modulation]:
-        """FP32 [N] → one `Modulation` a timestep."""
+        """FP32 [N] on the CPU → one `Modulation` a timestep."""
 
     async def predict_noise(
         self, hidden_states: torch.Tensor, conditioning: Conditioning, modulation: Modulation
@@ -126,13 +157,19 @@ class Generator:
     """Turns generations into latents, many at a time. Belongs to one event loop."""
 
     def __init__(
-        self, checkpoint: Mapping[str, Any], engines: Engines, limits: Limits, metrics: Metrics
+        self,
+        checkpoint: Mapping[str, Any],
+        engines: Engines,
+        limits: Limits,
+        metrics: Metrics,
+        placement: Placement,
     ) -> None:
         """
         Args:
             checkpoint: the repository's `checkpoint.json`.
         """
         self._engines = engines
+        self._placement = placement
         self._metrics = metrics
         self._scheduler = Scheduler(checkpoint["scheduler"])
         self._encoder_fingerprint = checkpoint["components"]["text_encoder"]
@@ -158,7 +195,8 @@ class Generator:
     async def generate(
         self, generation: Generation, stop: StopSignal
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Returns latents FP32 [n, 16, h, w], ready for the VAE, and the record of the work.
+        """Returns latents FP32 [n, 16, h, w] on the CPU, ready for the VAE, and the record of the
+        work.
 
         Raises:
             GenerationError: see its subclasses; `stop` is looked at before every step.
@@ -183,14 +221,18 @@ class Generator:
             stages.end("modulation")
 
             latents = initial_noise(generation.seeds, self._channels, h, w)
+            latents = latents.to(self._placement.device)
             conditioning = self._condition(
                 prompts, generation.num_images_per_prompt, rows=h // 2, columns=w // 2
             )
             for step, modulation in enumerate(modulations):
                 stop.check()
                 noise_pred = await self._engines.predict_noise(
-                    latents.repeat(len(prompts), 1, 1), conditioning, modulation
+                    latents.to(self._placement.dtype).repeat(len(prompts), 1, 1),
+                    conditioning,
+                    modulation,
                 )
+                noise_pred = noise_pred.float()
                 if generation.guided:
                     positive, negative = noise_pred.chunk(2)
                     noise_pred = guide(positive, negative, generation.true_cfg_scale)
@@ -199,7 +241,7 @@ class Generator:
                 )
                 self._metrics.step()
             stop.check()
-            latents = unpack(latents, h, w) / self._latents_std + self._latents_mean
+            latents = unpack(latents.cpu(), h, w) / self._latents_std + self._latents_mean
             stages.end("denoise")
         record = {
             "request_id": generation.request_id,
@@ -242,10 +284,15 @@ class Generator:
             (1, self._dropped_tokens + self._bucket(tokens)), self._pad_token_id, dtype=torch.int64
         )
         padded[0, : ids.numel()] = ids
-        return (await self._engines.encode_text(padded))[0, :tokens].clone()
+        return self._placed((await self._engines.encode_text(padded))[0, :tokens])
 
     async def _modulate(self, timesteps: list[float]) -> list[Modulation]:
-        return await self._engines.modulate(torch.tensor(timesteps, dtype=torch.float32))
+        modulations = await self._engines.modulate(torch.tensor(timesteps, dtype=torch.float32))
+        return [Modulation(*map(self._placed, modulation)) for modulation in modulations]
+
+    def _placed(self, output: torch.Tensor) -> torch.Tensor:
+        """A part of an engine's output as `dit` takes it, without the memory of the rest."""
+        return output.to(self._placement.device, self._placement.dtype, copy=True)
 
     def _condition(
         self, prompts: list[torch.Tensor], images: int, rows: int, columns: int
@@ -257,7 +304,7 @@ class Generator:
         for row, prompt in enumerate(prompts):
             states[row, : len(prompt)] = prompt
             mask[row, : len(prompt)] = True
-        ids = position_ids(length, rows, columns)
+        ids = position_ids(length, rows, columns).to(self._placement.device)
         return Conditioning(
             encoder_hidden_states=states.repeat_interleave(images, dim=0),
             text_mask=mask.repeat_interleave(images, dim=0),

@@ -29,7 +29,7 @@ from generation import (
     StopSignal,
     Unavailable,
 )
-from generator import Generator, Limits
+from generator import Generator, Limits, Placement
 from triton_engines import TritonEngines, current_request_id
 from triton_metrics import TritonMetrics
 
@@ -61,12 +61,15 @@ class TritonPythonModel:
         self._checkpoint = json.loads((repository / "checkpoint.json").read_text(encoding="utf-8"))
         try:
             self._limits = Limits.from_parameters(parameters)
+            placement = Placement.from_parameters(parameters)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"denoise/config.pbtxt: {error}") from None
         self._metrics = TritonMetrics()
         self._versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-        engines = TritonEngines(self._limits.max_modulation_rows)
-        self._generator = Generator(self._checkpoint, engines, self._limits, self._metrics)
+        engines = TritonEngines(self._limits.max_modulation_rows, placement)
+        self._generator = Generator(
+            self._checkpoint, engines, self._limits, self._metrics, placement
+        )
         # Ids are the clients' and may repeat, hence a list.
         self._running: defaultdict[str, list[StopSignal]] = defaultdict(list)
         self._loop = asyncio.new_event_loop()

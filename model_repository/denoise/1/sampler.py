@@ -24,5 +24,5 @@ def guide(
 def euler_step(
     latents: torch.Tensor, noise_pred: torch.Tensor, sigma: torch.Tensor, next_sigma: torch.Tensor
 ) -> torch.Tensor:
-    """One step of the flow from `sigma` to `next_sigma`, in FP32."""
-    return latents.float() + (next_sigma - sigma) * noise_pred.float()
+    """One step of the flow from `sigma` to `next_sigma`; latents, noise_pred: FP32 [n, L, 64]."""
+    return latents + (next_sigma - sigma) * noise_pred

@@ -10,7 +10,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from generation import Cancelled, GenerationError, InvalidGeneration, Unavailable
-from generator import Conditioning, Modulation
+from generator import Conditioning, Modulation, Placement
 
 # What Triton puts before an engine's own words.
 _TRITON_PREFIX = re.compile(
@@ -24,12 +24,18 @@ current_request_id: ContextVar[str] = ContextVar("current_request_id", default="
 class TritonEngines:
     """Implements `generator.Engines`."""
 
-    def __init__(self, max_modulation_rows: int) -> None:
+    def __init__(self, max_modulation_rows: int, placement: Placement) -> None:
         """
         Args:
             max_modulation_rows: timesteps in one call of `modulation`.
+            placement: where the engines are to leave their outputs.
         """
         self._max_modulation_rows = max_modulation_rows
+        self._on_gpu = placement.device.type == "cuda"
+        self._memory = pb_utils.PreferredMemory(
+            pb_utils.TRITONSERVER_MEMORY_GPU if self._on_gpu else pb_utils.TRITONSERVER_MEMORY_CPU,
+            placement.device.index or 0,
+        )
 
     async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
         (states,) = await self._call("text_encoder", {"input_ids": input_ids}, ["hidden_states"])
@@ -41,9 +47,7 @@ class TritonEngines:
             block, final = await self._call(
                 "modulation", {"timestep": rows}, ["block_modulation", "final_modulation"]
             )
-            modulations += [
-                Modulation(b.clone(), f.clone()) for b, f in zip(block, final, strict=True)
-            ]
+            modulations += [Modulation(b, f) for b, f in zip(block, final, strict=True)]
         return modulations
 
     async def predict_noise(
@@ -70,12 +74,12 @@ class TritonEngines:
         request = pb_utils.InferenceRequest(
             model_name=model,
             request_id=current_request_id.get(),
-            inputs=[
-                pb_utils.Tensor(name, tensor.contiguous().numpy())
-                for name, tensor in inputs.items()
-            ],
+            inputs=[_to_triton(name, tensor) for name, tensor in inputs.items()],
             requested_output_names=outputs,
+            preferred_memory=self._memory,
         )
+        if self._on_gpu:  # another process reads the tensors
+            torch.cuda.current_stream().synchronize()
         try:
             response = await request.async_exec()
         except pb_utils.TritonModelException as error:
@@ -84,8 +88,15 @@ class TritonEngines:
             failure = response.error()
             raise _failure(model, failure.code(), failure.message())
         tensors = [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
-        # The arrays are views of the response's memory, which goes with it: copy.
-        return [torch.from_numpy(tensor.as_numpy().copy()) for tensor in tensors]
+        # They are views of the response's memory, which goes with it: copy.
+        return [torch.from_dlpack(tensor.to_dlpack()).clone() for tensor in tensors]
+
+
+def _to_triton(name: str, tensor: torch.Tensor) -> Any:
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bool:  # which DLPack has not in every version
+        return pb_utils.Tensor(name, tensor.numpy())
+    return pb_utils.Tensor.from_dlpack(name, torch.utils.dlpack.to_dlpack(tensor))
 
 
 def _failure(model: str, code: Any, message: str) -> GenerationError:

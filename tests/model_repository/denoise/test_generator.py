@@ -1,13 +1,14 @@
 """The generator with engines that compute something simple, to see what it asks of them."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from generation import Cancelled, Generation, GenerationError, InvalidGeneration, StopSignal
-from generator import Generator, Limits, Modulation
+from generator import Generator, Limits, Modulation, Placement
 from latents import initial_noise, unpack
 from tests.model_repository.denoise.test_output_cache import Counts
 
@@ -19,6 +20,9 @@ CHECKPOINT = {
     "pad_token_id": 99,
     "vae": {"z_dim": 16, "scale_factor": 8, "latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
 }
+
+
+CPU = Placement(torch.device("cpu"), torch.float32)
 
 
 class FakeEngines:
@@ -66,7 +70,7 @@ class FakeMetrics:
         self.loads.append((in_flight, queued))
 
 
-def new(engines, **limits):
+def new(engines, placement=CPU, **limits):
     metrics = FakeMetrics()
     defaults = {
         "max_in_flight": 4,
@@ -77,7 +81,8 @@ def new(engines, **limits):
         "modulation_cache_bytes": 100_000,
         "text_buckets": (8, 16),
     }
-    return Generator(CHECKPOINT, engines, Limits(**(defaults | limits)), metrics), metrics
+    bounds = Limits(**(defaults | limits))
+    return Generator(CHECKPOINT, engines, bounds, metrics, placement), metrics
 
 
 def generation(tokens=5, **fields):
@@ -349,3 +354,39 @@ def test_a_wrong_parameter_is_named(name, value):
 def test_a_missing_parameter_is_named():
     with pytest.raises(ValueError, match="the parameter max_queued is None"):
         Limits.from_parameters({k: v for k, v in PARAMETERS.items() if k != "max_queued"})
+
+
+def test_engines_get_their_type_and_latents_stay_exact():
+    """The sum of many small steps would drown in BF16."""
+    engines = FakeEngines()
+    generator, _ = new(engines, replace(CPU, dtype=torch.bfloat16))
+    dtypes, predict = set(), engines.predict_noise
+
+    async def checked(hidden_states, conditioning, modulation):
+        given = (hidden_states, conditioning.encoder_hidden_states, *modulation)
+        dtypes.update(tensor.dtype for tensor in given)
+        return await predict(hidden_states, conditioning, modulation)
+
+    engines.predict_noise = checked
+    latents, _ = asyncio.run(generator.generate(generation(), never()))
+    assert dtypes == {torch.bfloat16}
+    assert latents.dtype == torch.float32
+    assert not torch.equal(latents, latents.bfloat16().float())
+
+
+def test_where_the_engines_are():
+    assert Placement.from_parameters({}) == CPU
+    assert Placement.from_parameters({"engine_dtype": "BF16"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"engine_dtype": "FP8"}, "engine_dtype is 'FP8'; it must be one of FP32, FP16, BF16"),
+        ({"engine_device": "gpu"}, "engine_device is 'gpu'; it must be cpu or cuda:<number>"),
+        ({"engine_device": "cuda:99"}, r"engine_device is 'cuda:99', and torch finds \d+ GPUs"),
+    ],
+)
+def test_a_wrong_place_is_named(parameters, said):
+    with pytest.raises(ValueError, match=said):
+        Placement.from_parameters(parameters)

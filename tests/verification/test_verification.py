@@ -1,0 +1,90 @@
+"""The whole check on the trained checkpoint: what it says of good engines and of broken ones."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from build import manifest
+from quality.gate import load_gate
+from tests.conftest import ROOT
+from tests.e2e.serving_helpers import perturb
+from verification.__main__ import check
+from verification.cases import read_cases
+from verification.report import write_report
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("verify")
+
+
+@pytest.fixture(scope="module")
+def report(tiny_checkpoint, tiny_repository, gate, out):
+    return check(
+        tiny_checkpoint, tiny_repository, manifest.read(tiny_repository), load_gate(gate), out
+    )
+
+
+def test_good_engines_pass(report, out):
+    assert report["passed"] and not report["missed"]
+    counts = {}
+    for case in report["cases"]:
+        counts[case["engine"]] = counts.get(case["engine"], 0) + 1
+        assert case["cosine"] > 0.999999 and case["relative_error"] < 1e-3
+    # Two prompts; the DiT at two levels for each, and both together in one batch.
+    assert counts == {"text_encoder": 2, "modulation": 1, "dit": 6, "vae_decoder": 2}
+    assert report["quality"]["distances"]["largest_difference"] <= 2
+    assert report["speed"]["stages_ms"]["denoise"] > 0
+    text = write_report(out, report).read_text(encoding="utf-8")
+    assert "| dit | fp32 | onnx | 6 | 1.000000 |" in text
+    assert json.loads((out / "report.json").read_text()) == report
+
+
+def test_padding_is_part_of_the_cases(report, out):
+    """The two prompts differ in length, so that one row holds padding that must not matter."""
+    (padded,) = [
+        case
+        for case in read_cases(out / "cases.safetensors")
+        if case.name == "2-padded-rows-noise-0.3"
+    ]
+    mask = padded.inputs["text_mask"]
+    assert not mask.all()
+    assert (padded.inputs["encoder_hidden_states"][~mask] != 0).all()
+
+
+def test_a_broken_engine_is_named(report, tiny_checkpoint, tiny_repository, gate, out, tmp_path):
+    broken = perturb(tiny_repository, tmp_path / "broken", "transformer_blocks.3.attn.to_")
+    (out / "quality").exists() and shutil.rmtree(out / "quality")
+    made = (out / "cases.safetensors").stat().st_mtime_ns
+    found = check(tiny_checkpoint, broken, manifest.read(broken), load_gate(gate), out)
+    assert (out / "cases.safetensors").stat().st_mtime_ns == made  # the same reference's
+    assert not found["passed"]
+    assert {sentence.split(",")[0] for sentence in found["missed"]} == {"dit"}
+    assert "its cosine to torch's is 0." in found["missed"][0]
+    assert "**Not passed**" in write_report(out, found).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--checkpoint", "nowhere"], "nowhere"),
+        (["--checkpoint", "checkpoints/tiny", "--profile", "b9000"], "no profile 'b9000'"),
+        (["--checkpoint", "checkpoints/tiny", "--gate", "nowhere"], "nowhere is no gate"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(arguments, said, tmp_path):
+    command = [sys.executable, "-m", "verification", *arguments, "--out", tmp_path / "out"]
+    command += ["--repository", tmp_path / "repository"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,1 @@
+"""Checks a profile on the machine that will serve it: engines, pictures, speed; one report."""
