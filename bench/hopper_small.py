@@ -4,7 +4,7 @@
 
 Noise predictions for the gate's prompts (`quality/gates/tiny`) against diffusers' in FP32, the
 lowest cosine of eight at each level of noise. On a GPU by the kernels, elsewhere by what they
-compute in torch.
+compute in torch, but for attention in FP8, of which the softmax's result stays exact there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from bench.common import ROOT, write_result
 from build.tiny import CHECKPOINT
 from export import entry
+from export.calibration import load_calibration
 from export.checkpoint import Checkpoint
 from export.engines import engines
 from export.packed import PACKED, write_packed
@@ -34,8 +35,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The recipe of each engine; where it says nothing of one, that is in BF16.
 VARIANTS: dict[str, dict[str, str]] = {
     "bf16": {},
-    "fp8 dit": {"dit": "fp8"},
-    "fp8 dit and text encoder": {"text_encoder": "fp8", "dit": "fp8"},
+    "all of the DiT's blocks (fp8-rows)": {"dit": "fp8-rows"},
+    "the DiT by fp8": {"dit": "fp8"},
+    "the DiT and the text encoder by fp8": {"text_encoder": "fp8", "dit": "fp8"},
+    "the DiT by fp8-attention": {"dit": "fp8-attention"},
 }
 
 
@@ -44,13 +47,17 @@ class Engines:
         self.template = checkpoint.describe()["prompt_template"]
         self.tokenizer = checkpoint.tokenizer
         self.runtimes = {}
+        fingerprint = checkpoint.describe()["fingerprint"]
+        calibration = load_calibration(CHECKPOINT / "calibration.safetensors", fingerprint)
         for engine in engines(checkpoint):
             recipe = EngineRecipe("bf16", f"recipe 'bf16', {engine.name}", "bf16")
             if engine.name in recipes:
                 recipe = load_recipe(recipes[engine.name])[engine.name]
             place = folder / engine.name
             place.mkdir()
-            write_packed(engine, checkpoint, recipe, entry(engine, {}), place, ignore_progress)
+            write_packed(
+                engine, checkpoint, recipe, entry(engine, {}), calibration, place, ignore_progress
+            )
             self.runtimes[engine.name] = Runtime(place / PACKED, {"device": DEVICE})
 
     def predict_noise(self, prompt: Prompt, latents: np.ndarray, level: float) -> np.ndarray:

@@ -26,10 +26,7 @@ def main() -> None:
         "block_modulation": (2, 60, 2, 18432),
         "final_modulation": (2, 6144),
     }
-    batch = {
-        name: torch.ones(shapes[name], dtype=dtype, device="cuda")
-        for name, dtype in runtime.inputs.items()
-    }
+    batch = {spec.name: torch.ones(shapes[spec.name], device="cuda") for spec in runtime.inputs}
     for name in ("first_prediction_s", "second_prediction_s"):
         runtime.run(batch)
         torch.cuda.synchronize()

@@ -1,7 +1,8 @@
 """Writes an engine's weights as the runtime for Hopper takes them: model.safetensors, streamed.
 
 Layers that share an input lie in one tensor (`backend/engine/hopper/layout.yaml`). What the recipe
-makes FP8 is E4M3 with an FP32 scale for each output channel; all else is BF16. The file's metadata
+makes FP8 is E4M3 with an FP32 scale for each output channel, if all of a tensor's layers are; the
+rest is BF16, also what it would store in eight bits and compute in BF16. The file's metadata
 describe it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from torch import nn
 
 from backend.engine.hopper.layout import layout
+from export.calibration import Calibration
 from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import ExportError
@@ -41,9 +43,12 @@ class Packed:
 
     sources: list[Weight]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # by name: dtype, shape
+    given: np.ndarray | None = None  # the elements, where they are no source's
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The tensors' elements in order."""
+        if self.given is not None:
+            yield self.given
         scales = []
         for source in self.sources:
             if len(self.tensors) == 1:
@@ -61,28 +66,39 @@ def write_packed(
     checkpoint: Checkpoint,
     recipe: EngineRecipe,
     borders: Mapping[str, Any],
+    calibration: Calibration | None,
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
     """Writes `folder`/model.safetensors; returns what the manifest says of it.
 
-    borders: `inputs` and `outputs` of the FP32 engine, as `export.entry` gives them.
-    Raises ExportError, CheckpointError, OSError.
+    borders: `inputs` and `outputs` of the FP32 engine, as `export.entry` gives them. calibration:
+    for attention in FP8. Raises ExportError, CheckpointError, OSError.
     """
     weights = plan_weights(engine, checkpoint)
     found = layer_names(engine)
-    formats = recipe.assign(found, engine.blocks)
-    if recipe.compute != "bf16" or not set(formats.values()) <= {"fp8"}:
+    assigned = recipe.assign(found, engine.blocks)
+    if recipe.compute != "bf16" or not set(assigned.values()) <= {"fp8", "int8_weights"}:
         raise ExportError(f"{recipe.where}: {PACKED} holds layers in bf16 and fp8 only")
+    quantized = {name for name, kind in assigned.items() if kind == "fp8"}
+    packed = pack(engine.name, weights, quantized)
+    if recipe.attention:
+        if calibration is None:
+            raise ExportError(
+                f"{recipe.where} needs the ranges of the attention's values: make them with "
+                "`python -m export.calibrate` and name the file as CALIBRATION"
+            )
+        packed += largest_values(engine, calibration)
     described = {
         direction: {name: border(name, tensor) for name, tensor in borders[direction].items()}
         for direction in ("inputs", "outputs")
     }
     description = {"format": FORMAT, "engine": engine.name, **described}
     description["config"] = configuration(engine, checkpoint)
-    save(engine.name, pack(engine.name, weights, formats), description, folder / PACKED, progress)
-    counts = Counter(formats.get(name, "bf16") for name in found)
-    return {
+    save(engine.name, packed, description, folder / PACKED, progress)
+    in_fp8 = {part.name for group in packed if len(group.tensors) == 2 for part in group.sources}
+    counts = Counter("fp8" if f"{name}.weight" in in_fp8 else "bf16" for name in found)
+    return ({"attention": recipe.attention} if recipe.attention else {}) | {
         "precision": recipe.name,
         "compute": "bf16",
         "layers": dict(counts),
@@ -102,32 +118,34 @@ def layer_names(engine: Engine) -> list[str]:
     ]
 
 
-def pack(
-    engine: str, weights: Mapping[str, Weight], formats: Mapping[str, str]
-) -> Iterator[Packed]:
-    """Raises ExportError if layers that lie in one tensor have different formats."""
+def pack(engine: str, weights: Mapping[str, Weight], quantized: set[str]) -> list[Packed]:
+    """What the file holds; quantized: layers in FP8, if those that lie in one tensor with them
+    are so, too."""
+    packed = []
     for name, sources in layout(engine, weights).items():
-        layers = [source.removesuffix(".weight") for source in sources]
-        kinds = {formats.get(layer) for layer in layers}
-        if len(kinds) > 1:
-            raise ExportError(
-                f"{engine}: {', '.join(layers)} lie in one tensor and must have one format, but "
-                "the recipe gives them different ones"
-            )
         parts = [weights[source] for source in sources]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        if kinds == {"fp8"}:
+        if quantized.issuperset(source.removesuffix(".weight") for source in sources):
             scale = f"{name.removesuffix('.weight')}.scale"
-            yield Packed(parts, {name: ("F8_E4M3", shape), scale: ("F32", shape[:1])})
+            tensors = {name: ("F8_E4M3", shape), scale: ("F32", shape[:1])}
         else:
-            yield Packed(parts, {name: ("BF16", shape)})
+            tensors = {name: ("BF16", shape)}
+        packed.append(Packed(parts, tensors))
+    return packed
+
+
+def largest_values(engine: Engine, calibration: Calibration) -> Iterator[Packed]:
+    """For each block the largest absolute value that its attention mixes."""
+    for i in range(engine.blocks):
+        block = f"{engine.blocks_prefix}.{i}"
+        amax = np.array([calibration.amax(f"{engine.name}/{block}.attn.value")], np.float32)
+        yield Packed([], {f"{block}.attention.largest_value": ("F32", (1,))}, amax)
 
 
 def save(
-    engine: str, packed: Iterator[Packed], description: Any, file: Path, progress: Progress
+    engine: str, groups: Sequence[Packed], description: Any, file: Path, progress: Progress
 ) -> None:
     """Writes the header, then the tensors one source at a time."""
-    groups = list(packed)
     header: dict[str, Any] = {"__metadata__": {"description": json.dumps(description)}}
     end = 0
     for group in groups:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from backend.engine.hopper.layout import layout
 from export import entry
+from export.calibration import Calibration
 from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
 from export.graph import ExportError
@@ -38,7 +39,7 @@ def write(
     dit: Engine, checkpoint: Checkpoint, formats: dict[str, list[str]], folder: Path
 ) -> dict[str, object]:
     recipe = EngineRecipe("test", "recipe 'test', dit", "bf16", formats)
-    return write_packed(dit, checkpoint, recipe, entry(dit, {}), folder, ignore_progress)
+    return write_packed(dit, checkpoint, recipe, entry(dit, {}), None, folder, ignore_progress)
 
 
 def test_joins_and_quantizes_rows(dit: Engine, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -63,6 +64,25 @@ def test_joins_and_quantizes_rows(dit: Engine, checkpoint: Checkpoint, tmp_path:
     assert description["inputs"]["position_ids"]["dtype"] == "INT32"
 
 
+def test_keeps_the_range_of_the_attentions_values(
+    dit: Engine, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    recipe = EngineRecipe("test", "recipe 'test', dit", "bf16", attention="fp8")
+    with pytest.raises(ExportError, match="needs the ranges"):
+        write_packed(dit, checkpoint, recipe, entry(dit, {}), None, tmp_path, ignore_progress)
+    names = [f"dit/transformer_blocks.{i}.attn.value" for i in range(dit.blocks)]
+    ranges = {f"{name}/amax": np.array(2.0 + i, np.float32) for i, name in enumerate(names)}
+    calibration = Calibration(tmp_path, {}, ranges)
+    said = write_packed(
+        dit, checkpoint, recipe, entry(dit, {}), calibration, tmp_path, ignore_progress
+    )
+    assert said["attention"] == "fp8"
+    with safe_open(tmp_path / PACKED, "pt") as file:
+        for i in range(dit.blocks):
+            largest = file.get_tensor(f"transformer_blocks.{i}.attention.largest_value")
+            assert largest.tolist() == [2.0 + i]
+
+
 def test_every_tensor_of_the_engine_is_there_once(dit: Engine, checkpoint: Checkpoint) -> None:
     names = [
         dit.weight_name(stage, parameter)
@@ -73,25 +93,20 @@ def test_every_tensor_of_the_engine_is_there_once(dit: Engine, checkpoint: Check
     assert sorted(packed) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("formats", "message"),
-    [
-        (
-            {"fp8": ["*.to_q"], "keep": ["*.to_[kv]", "*.to_out.0", "*add*", "*mlp*", *KEPT]},
-            "must have one format",
-        ),
-        ({"int8": ["transformer_blocks.*"], "keep": KEPT}, "in bf16 and fp8 only"),
-    ],
-)
-def test_refuses_what_the_runtime_does_not_compute(
-    dit: Engine,
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    formats: dict[str, list[str]],
-    message: str,
+def test_layers_of_one_tensor_get_the_better_format(
+    dit: Engine, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExportError, match=message):
-        write(dit, checkpoint, formats, tmp_path)
+    others = ["*.to_[kv]", "*.to_out.0", "*add*", "*mlp*", *KEPT]
+    assert write(dit, checkpoint, {"fp8": ["*.to_q"], "keep": others}, tmp_path)["layers"] == {
+        "bf16": 3 + 12 * dit.blocks
+    }
+
+
+def test_refuses_what_the_runtime_does_not_compute(
+    dit: Engine, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="in bf16 and fp8 only"):
+        write(dit, checkpoint, {"int8": ["transformer_blocks.*"], "keep": KEPT}, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

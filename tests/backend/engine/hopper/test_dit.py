@@ -38,7 +38,7 @@ def engine(folder: Path, formats: dict[str, list[str]], largest: float | None = 
     checkpoint = Checkpoint(cached_checkpoint())
     dit = next(engine for engine in engines(checkpoint) if engine.name == "dit")
     recipe = EngineRecipe("test", "test", "bf16", formats)
-    write_packed(dit, checkpoint, recipe, entry(dit, {}), folder, ignore_progress)
+    write_packed(dit, checkpoint, recipe, entry(dit, {}), None, folder, ignore_progress)
     weights, description = load(folder / PACKED, torch.device("cpu"))
     if largest is not None:
         for i in range(dit.blocks):
