@@ -136,6 +136,19 @@ class Dit:
             lengths = tuple((text_mask.sum(1) + image_tokens).tolist())
         return self.replayed(*given, rest=(lengths,))
 
+    def warm_up(self) -> None:
+        """A small prediction: what is compiled or loaded for it serves all sizes."""
+        device, width = self.txt_norm.device, self.img_in.weight.shape[0]
+        tokens = TEXT_MULTIPLE
+        self(
+            torch.zeros(1, tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
+            torch.zeros(1, tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),
+            torch.ones(1, tokens, dtype=torch.bool, device=device),
+            torch.zeros(1, 2 * tokens, 3, dtype=torch.int32, device=device),
+            torch.zeros(1, len(self.blocks), 2, 6 * width, device=device).bfloat16(),
+            torch.zeros(1, 2 * width, device=device).bfloat16(),
+        )
+
     def predict(
         self,
         hidden_states: Tensor,

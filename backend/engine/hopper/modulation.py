@@ -38,3 +38,7 @@ class Modulation:
         embedding = functional.silu(second(functional.silu(first(projected))))
         blocks = torch.stack([block(embedding) for block in self.blocks], 1)
         return blocks.unflatten(2, (2, -1)), self.final(embedding)
+
+    def warm_up(self) -> None:
+        """Loads the libraries."""
+        self(torch.zeros(1, 1, device=self.frequencies.device))

@@ -44,6 +44,11 @@ class VaeDecoder:
         pixels = (image * 0.5 + 0.5).clamp(0, 1) * 255
         return pixels.permute(0, 2, 3, 1).round().to(torch.uint8)
 
+    def warm_up(self) -> None:
+        """Loads the libraries."""
+        weight = self.weights["post_quant_conv.weight"]
+        self(torch.zeros(1, weight.shape[1], 16, 16, device=weight.device))
+
     def convolve(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
         return functional.conv2d(

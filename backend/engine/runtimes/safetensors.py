@@ -57,7 +57,12 @@ class Runtime:
             [TensorSpec(name, tensor["dtype"]) for name, tensor in description[border].items()]
             for border in ("inputs", "outputs")
         )
-        self._engine = _ENGINES[description["engine"]](weights, description["config"])
+        try:
+            self._engine = _ENGINES[description["engine"]](weights, description["config"])
+            with torch.inference_mode():
+                self._engine.warm_up()
+        except RuntimeError as error:  # torch's, out of memory among them
+            raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
 
     @torch.inference_mode()
     def run(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,7 +77,7 @@ class Runtime:
             if self.device != "cpu":
                 torch.cuda.synchronize()
         except RuntimeError as error:  # torch's, out of memory among them
-            raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from None
+            raise EngineError(f"the engine failed: {one_line(error)}") from None
         results = result if isinstance(result, tuple) else (result,)
         return {
             spec.name: tensor.contiguous()
@@ -105,3 +110,7 @@ def choose_device(name: str, gpu: int, artifact: str) -> torch.device:
             f", is SM{capability[0]}{capability[1]}: run 'make export' with a profile for it"
         )
     return torch.device(name, gpu)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
