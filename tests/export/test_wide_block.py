@@ -7,8 +7,8 @@ import pytest
 
 from bench.wide_block import PUBLISHED, WideBlock, recipes
 
-# Below what was found, which is near bench/results/wide_block.json at width 1024.
-LOWEST = {"fp8": 0.9975, "int8": 0.9985, "nvfp4": 0.98}
+# Somewhat below what was found. INT8 has no room beyond the ranges of few inputs.
+LOWEST = {"fp8": 0.9975, "int8": 0.997, "nvfp4": 0.98}
 
 
 @pytest.fixture(scope="module")
