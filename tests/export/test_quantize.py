@@ -258,11 +258,11 @@ def test_nvfp4_takes_multiples_of_16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nvfp4", "bf16"])
 def test_few_weights_are_in_memory(kind: str, tmp_path: Path) -> None:
-    """While 64 layers of 4 MB are converted and written."""
-    width, float32 = 1024, ir.TensorType(ir.DataType.FLOAT)
+    """While 256 layers of 1 MB are converted and written."""
+    width, count, float32 = 512, 256, ir.TensorType(ir.DataType.FLOAT)
     x = values = ir.Value(name="x", type=float32, shape=ir.Shape(["n", width]))
     weights, nodes = {}, []
-    for i in range(64):
+    for i in range(count):
 
         def pieces(seed: int = i) -> Iterator[np.ndarray]:
             yield np.random.default_rng(seed).standard_normal((width, width), np.float32)
@@ -284,12 +284,12 @@ def test_few_weights_are_in_memory(kind: str, tmp_path: Path) -> None:
         if kind == "bf16":
             converted = to_bf16(model, weights)
         else:
-            converted = quantize(model, weights, {str(i): kind for i in range(64)}, activations)
+            converted = quantize(model, weights, {str(i): kind for i in range(count)}, activations)
         write_checked("chain", model, converted, tmp_path, ignore)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 1 < peak / (4 * width * width) < 16
+    assert 1 < peak / (4 * width * width) < 24
 
 
 # ---------------------------------------------------------------------- recipes
