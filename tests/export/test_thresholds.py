@@ -55,3 +55,8 @@ def test_the_exceptions_are_needed(
     formats = {recipe: inner} | ({"keep": outside} if outside else {})
     everywhere = replace(chosen, formats=formats, edge_blocks=0)
     assert min(trained.cosines(engine, everywhere, calibration)) < lowest
+
+
+def test_fp8_attention_costs_what_the_docs_say(trained: Trained, calibration: Calibration) -> None:
+    found = trained.cosines("dit", load_recipe("fp8-attention")["dit"], calibration)
+    assert 0.997 < min(found) < 0.999  # which is why no profile has it
