@@ -47,7 +47,7 @@ lint: setup  ## check format, style and types
 	    folder=model_repository/$$model/1; \
 	    (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; \
 	done
-	@cd backend/engine && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml model.py runtimes
+	@cd backend/engine && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml model.py runtimes hopper
 
 format: setup  ## format the code
 	$(BIN)/ruff format .

@@ -1,10 +1,9 @@
 """What each kind of layer costs in each format, and what the recipes' exceptions buy.
 
-    python -m bench.ablation [--calibration FILE]
+    python -m bench.ablation
 
 Single predictions of checkpoints/tiny by engines exported with variants of the recipes: the lowest
-cosine to FP32 over the gate's prompts. FILE is a calibration of that checkpoint; without it, that
-of bench.quantization is made, which takes some minutes.
+cosine to FP32 over the gate's prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.common import write_result
-from bench.quantization import calibration as calibrate
 from bench.trained import GATE, Trained
-from build.tiny import CHECKPOINT
+from build.tiny import CALIBRATION
 from export import quantize
 from export.calibration import Calibration, load_calibration
 from export.recipe import EngineRecipe, block_of, load_recipe
@@ -160,15 +158,11 @@ def kind_of(layer: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
-    parser.add_argument("--calibration", type=Path, help="of checkpoints/tiny")
-    options = parser.parse_args()
+    argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__).parse_args()
     values: dict[str, Any] = {"noise_levels": GATE.noise_levels}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        trained = Trained(folder)
-        file = options.calibration or calibrate(CHECKPOINT, folder)
-        ranges = load_calibration(file, trained.fingerprint)
+        trained = Trained(Path(name))
+        ranges = load_calibration(CALIBRATION, trained.fingerprint)
         for engine, recipe in TRIED:
             bench = Bench(trained, ranges, engine, recipe)
             values.setdefault(engine, {})[recipe] = {

@@ -79,7 +79,7 @@ class WideBlock(Written):
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
         checkpoint = make_checkpoint(folder / "checkpoint", **shape, blocks=1, max_shard_size=2**40)
         add_outliers(checkpoint)
-        super().__init__(checkpoint, folder)
+        super().__init__(checkpoint, folder, ("modulation", "dit"))
         self.ranges = self._ranges()
         self.feeds = [self.noise(level, seed=1) for level in LEVELS]
         self.expected = self.outputs(folder / "dit")

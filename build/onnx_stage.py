@@ -20,7 +20,7 @@ from typing import Any
 
 from build import manifest
 from build.calibration import description, own_calibration
-from build.profile import FP32, BuildError, Profile
+from build.profile import FP32, BuildError, EngineProfile, Profile
 from build.stage import make_stage, read_entry, read_stage, write_entry
 from export import Checkpoint, Progress, export_checkpoint
 from export.calibration import load_calibration
@@ -66,9 +66,10 @@ def plan(
         name: {
             **common,
             "recipe": recipe_digest(recipes.get(name)),
-            "calibration": ranges if _quantizes(recipes.get(name)) else None,
+            "calibration": ranges if needs_ranges(engine, recipes.get(name)) else None,
+            "packed": engine.packed,
         }
-        for name in profile.engines
+        for name, engine in profile.engines.items()
     }
 
 
@@ -123,6 +124,7 @@ def make_onnx(
             calibration,
             kept,
             finished,
+            [name for name, engine in profile.engines.items() if engine.packed],
         )
     make_stage(folder / DESCRIPTION, whole, describe)
     return open_onnx(profile, folder, intact=True)
@@ -189,8 +191,12 @@ def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
     return recipes
 
 
-def _quantizes(recipe: EngineRecipe | None) -> bool:
-    return recipe is not None and bool(recipe.formats or recipe.attention)
+def needs_ranges(engine: EngineProfile, recipe: EngineRecipe | None) -> bool:
+    """Whether the engine takes calibrated ranges: packed ones find those of their layers' inputs
+    while they compute."""
+    if recipe is None:
+        return False
+    return bool(recipe.attention or (recipe.formats and not engine.packed))
 
 
 def recipe_digest(recipe: EngineRecipe | None) -> str:

@@ -29,12 +29,18 @@ from typing import Any
 import yaml
 
 from export.graph import ExportError
+from export.packed import PACKED
 from export.recipe import COMPUTE, load_recipe
 
 PROFILES = Path(__file__).parent / "profiles"
 # Runtime → its artifact. `tensorrt` is Triton's own backend, the others are those of
 # `backend/engine/runtimes/`.
-RUNTIMES = {"onnx": "model.onnx", "tensorrt": "model.plan", "rtx": "model.rtx"}
+RUNTIMES = {
+    "onnx": "model.onnx",
+    "tensorrt": "model.plan",
+    "rtx": "model.rtx",
+    "safetensors": PACKED,
+}
 # Runtime → the library that builds its artifact; the others take the graph as it is.
 LIBRARY_OF = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
 # Engine → the sizes that its graph leaves open, besides those that follow from them (the tokens
@@ -71,6 +77,11 @@ class EngineProfile:
         """The library that builds the artifact; None if nothing is built."""
         return LIBRARY_OF.get(self.runtime)
 
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are written for a forward pass of our own, instead of a graph."""
+        return self.artifact == PACKED
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -90,6 +101,10 @@ class Profile:
     def library(self) -> str | None:
         """The library that builds its engines; None if there are none to build."""
         return next((engine.library for engine in self.engines.values() if engine.library), None)
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(engine.runtime != "onnx" for engine in self.engines.values())
 
 
 def profile_names() -> list[str]:

@@ -10,6 +10,9 @@ from build.progress import say_once
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "tiny"
+CALIBRATION = (
+    ROOT / "checkpoints" / "tiny-calibration.safetensors"
+)  # as bench.quantization makes it
 REPOSITORY = ROOT / "artifacts" / "demo"
 
 

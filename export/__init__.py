@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -23,6 +23,7 @@ from export.convert import convert_engine
 from export.engines import Engine, engines
 from export.files import write_whole
 from export.graph import ExportError
+from export.packed import write_packed
 from export.progress import Progress, ignore_progress
 from export.recipe import EngineRecipe
 from export.source import Planned, Written
@@ -52,8 +53,10 @@ def export_checkpoint(
     calibration: Path | None = None,
     kept: Mapping[str, dict[str, Any]] | None = None,
     finished: Callable[[str, dict[str, Any]], None] = lambda name, entry: None,
+    packed: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Writes OUTPUT/<engine>/model.onnx and .data, OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
+    """Writes OUTPUT/<engine>/model.onnx and .data, of engines in `packed` model.safetensors;
+    OUTPUT/tokenizer.json, OUTPUT/checkpoint.json.
 
     `verify`: `auto` checks engines above 2 GiB block by block, `full` every engine as a whole.
     Engines that `recipe` names are converted after their check in FP32, with the ranges in
@@ -78,7 +81,14 @@ def export_checkpoint(
     if workers == 1:
         for engine in pending:
             result[engine.name] = export_engine(
-                engine, checkpoint, output, verify, progress, recipes.get(engine.name), ranges
+                engine,
+                checkpoint,
+                output,
+                verify,
+                progress,
+                recipes.get(engine.name),
+                ranges,
+                engine.name in packed,
             )
             finished(engine.name, result[engine.name])
     elif pending:
@@ -97,6 +107,7 @@ def export_checkpoint(
                     ignore_progress,
                     recipes.get(engine.name),
                     ranges,
+                    engine.name in packed,
                 ): engine.name
                 for engine in pending
             }
@@ -146,6 +157,7 @@ def export_engine(
     progress: Progress = ignore_progress,
     recipe: EngineRecipe | None = None,
     calibration: Calibration | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Checks, converts and writes OUTPUT/<engine>; returns its manifest entry.
 
@@ -165,9 +177,15 @@ def export_engine(
             planned = Planned(engine.name, model, weights)
             verified = verify_engine(engine, checkpoint, planned, verify, progress)
             del planned  # with the weights that it has given last
-            converted = convert_engine(
-                engine, model, weights, recipe, calibration, folder, progress
-            )
+            if packed:
+                borders = entry(engine, verified)
+                converted = write_packed(
+                    engine, checkpoint, recipe, borders, calibration, folder, progress
+                )
+            else:
+                converted = convert_engine(
+                    engine, model, weights, recipe, calibration, folder, progress
+                )
         shutil.rmtree(output / engine.name, ignore_errors=True)
         folder.rename(output / engine.name)
     finally:

@@ -75,7 +75,7 @@ def test_configuration_graph_and_profile_agree(profile, engine, converted):
     assert (found.default_model_filename == made.artifact) == (backend == "tensorrt")
     (group,) = found.instance_group
     on_gpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
-    assert on_gpu == bool(described.library)
+    assert on_gpu == described.on_gpu
     # The backend `engine` chooses among an engine's profiles itself.
     expected = [str(i) for i in range(len(made.shapes))] if backend == "tensorrt" else []
     assert list(group.profile) == expected

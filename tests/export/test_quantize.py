@@ -182,7 +182,7 @@ def test_a_layer_computes_what_its_format_says(kind: str, tmp_path: Path) -> Non
         target = tmp_path / "target"
         target.mkdir()
         simulate(source, target)
-        overall = np.float32(amax / (6 * 448))
+        overall = np.float32(2 * amax / (6 * 448))  # with room for twice as much
         blocks = x.reshape(40, 4, 16)
         scales = (np.abs(blocks).max(-1) / np.float32(6) / overall).clip(0, 448)
         wide = scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)[..., None] * overall
@@ -193,7 +193,7 @@ def test_a_layer_computes_what_its_format_says(kind: str, tmp_path: Path) -> Non
         target = source
         onnx.checker.check_model(source / "model.onnx", full_check=True)
         largest = 448.0 if kind == "fp8" else 127.0
-        scale = np.float32(amax / largest)
+        scale = np.float32((2 if kind == "fp8" else 1) * amax / largest)
         w_scale = np.abs(array).max(1, keepdims=True) / np.float32(largest)
         if kind == "fp8":
             x_q = (x / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -209,6 +209,44 @@ def test_a_layer_computes_what_its_format_says(kind: str, tmp_path: Path) -> Non
     (y,) = session.run(None, {"x": x})
     np.testing.assert_allclose(y, x_q @ w_q.T, rtol=1e-4, atol=1e-4)
     assert not np.allclose(y, x @ array.T, atol=1e-3)  # it is not the exact product
+
+
+@pytest.mark.parametrize(
+    ("kind", "lowest", "highest"),
+    [("int8", 0.9998, 0.99995), ("fp8", 0.9992, 0.9994), ("nvfp4", 0.991, 0.993)],
+)
+@pytest.mark.parametrize("width", [160, 3072])  # of checkpoints/tiny, of the published model
+def test_a_product_is_no_nearer_for_being_wide(
+    width: int, kind: str, lowest: float, highest: float, tmp_path: Path
+) -> None:
+    """What each format can hold of normal numbers where calibration saw what is measured."""
+    rng = np.random.default_rng(0)
+    array, x = (rng.standard_normal((n, width)).astype(np.float32) for n in (160, 256))
+    model, weights = small_graph(array)
+    channels, squares = np.abs(x).max(0), (x**2).mean(0)
+    activations = Activations(
+        lambda name: channels.max(), lambda name: channels, lambda name: squares
+    )
+    save("small", model, quantize(model, weights, {"layer": kind}, activations), tmp_path, ignore)
+    path = tmp_path / "model.onnx"
+    if kind == "nvfp4":
+        path = tmp_path / "simulated" / "model.onnx"
+        path.parent.mkdir()
+        simulate(tmp_path, path.parent)
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert lowest < cosine(session.run(None, {"x": x})[0], x @ array.T) < highest
+
+
+def test_activations_may_exceed_what_calibration_saw(tmp_path: Path) -> None:
+    """Twice as large costs FP8 nothing: its scale leaves room."""
+    array = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    model, weights = small_graph(array)
+    activations = Activations(lambda name: 1.0, lambda name: np.ones(16), lambda name: np.ones(16))
+    save("small", model, quantize(model, weights, {"layer": "fp8"}, activations), tmp_path, ignore)
+    path = str(tmp_path / "model.onnx")
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    once, twice = (session.run(None, {"x": np.full((1, 16), v, np.float32)})[0] for v in (1, 2))
+    np.testing.assert_array_equal(twice, 2 * once)
 
 
 def test_nvfp4_takes_multiples_of_16(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.trained import Trained
-from build.tiny import CHECKPOINT
+from build.tiny import CALIBRATION
 from export.calibration import Calibration, load_calibration
 from export.recipe import load_recipe
 
@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def calibration(trained: Trained) -> Calibration:
-    return load_calibration(CHECKPOINT / "calibration.safetensors", trained.fingerprint)
+    return load_calibration(CALIBRATION, trained.fingerprint)
 
 
 @pytest.mark.parametrize(("recipe", "engine", "lowest"), LOWEST)
@@ -42,7 +42,7 @@ def test_predictions_stay(
     # And not because next to nothing is quantized.
     layers = trained.layers(engine)
     formats = chosen.assign(layers, trained.engines[engine].blocks)
-    assert list(formats.values()).count(recipe) >= 0.3 * len(layers)
+    assert list(formats.values()).count(recipe) > 0.25 * len(layers)
 
 
 @pytest.mark.parametrize(("recipe", "engine", "lowest"), LOWEST)
@@ -55,3 +55,8 @@ def test_the_exceptions_are_needed(
     formats = {recipe: inner} | ({"keep": outside} if outside else {})
     everywhere = replace(chosen, formats=formats, edge_blocks=0)
     assert min(trained.cosines(engine, everywhere, calibration)) < lowest
+
+
+def test_fp8_attention_costs_what_the_docs_say(trained: Trained, calibration: Calibration) -> None:
+    found = trained.cosines("dit", load_recipe("fp8-attention")["dit"], calibration)
+    assert 0.997 < min(found) < 0.999  # which is why no profile has it

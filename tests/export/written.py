@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,17 @@ def ignore(*_: Any) -> None: ...
 class Written:
     """The small checkpoint's engines in FP32, each traced once."""
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, checkpoint: Path, folder: Path, names: Sequence[str] = NAMES) -> None:
         self.folder = folder
-        self.engines = {engine.name: engine for engine in engines(Checkpoint(checkpoint))}
+        made = engines(Checkpoint(checkpoint))
+        self.engines = {engine.name: engine for engine in made if engine.name in names}
         self.weights = {}
         for name, engine in self.engines.items():
             (folder / name).mkdir()
             _, self.weights[name] = write_engine(
                 engine, Checkpoint(checkpoint), folder / name, ignore
             )
-        self.inputs = {name: self.feed(name) for name in NAMES}
+        self.inputs = {name: self.feed(name) for name in names}
 
     def feed(self, name: str) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(0)

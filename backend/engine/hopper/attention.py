@@ -1,0 +1,97 @@
+"""Attention over text and image together, without a mask: each sample has its own length."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+class Samples(NamedTuple):
+    """Where the samples lie that share one array of rows; what is behind the last only has to be
+    finite.
+
+    ends: INT32 [B + 1], the first row of each sample and the end of the last one.
+    longest: rows that a sample may have at most.
+    lengths: their numbers of rows, where the host has to know them.
+    """
+
+    ends: Tensor
+    longest: int
+    lengths: tuple[int, ...]
+
+
+@functools.cache
+def flash_attention() -> ModuleType | None:
+    """FlashAttention-3, whose kernels read lengths on the GPU, and also compute in E4M3."""
+    try:
+        return importlib.import_module("fa3_fwd_interface")
+    except (ImportError, OSError):
+        return None
+
+
+def needs_lengths(device: torch.device) -> bool:
+    """Whether `attend` takes the samples' lengths from the host: cuDNN plans for each of them."""
+    return device.type != "cuda" or flash_attention() is None
+
+
+def join(text_mask: Tensor, image_tokens: int) -> tuple[Tensor, Tensor]:
+    """Places INT32 [R] of rows in the order "all text, then all image", and the samples' `ends`.
+
+    A sample has its valid text first, then its image, and the next sample follows at once. Padding
+    lies behind the last sample: kernels read on to the end of a tile, and not finite values there
+    would spread. text_mask: BOOL [B, T].
+    """
+    counts = text_mask.sum(1, keepdim=True)
+    ends = functional.pad((counts + image_tokens).flatten().cumsum(0), (1, 0))
+    starts = ends[:-1, None]
+    padding = ends[-1] + (~text_mask).flatten().cumsum(0).view_as(text_mask) - 1
+    text = torch.where(text_mask, starts + text_mask.cumsum(1) - 1, padding)
+    image = starts + counts + torch.arange(image_tokens, device=text_mask.device)
+    return torch.cat([text.flatten(), image.flatten()]).int(), ends.int()
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, samples: Samples, v_descale: Tensor | None = None
+) -> Tensor:
+    """softmax(q kᵀ / √D) v of each sample.
+
+    Args:
+        q, k, v: BF16 [R, H, D], or E4M3.
+        v_descale: of E4M3, FP32 [1], what values are multiplied by.
+
+    Returns: BF16 [R, H·D].
+    """
+    kernels = None if samples.lengths else flash_attention()
+    if kernels is not None:
+        scale = None if v_descale is None else v_descale.expand(len(samples.ends) - 1, q.shape[1])
+        ends, longest = samples.ends, samples.longest
+        out = kernels.flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, v_descale=scale)
+        return out.flatten(1)
+    if v_descale is not None:
+        q, k, v = q.bfloat16(), k.bfloat16(), (v.float() * v_descale).bfloat16()
+    lengths = samples.lengths
+    if len(set(lengths)) == 1:
+        return _attend(q, k, v, len(lengths), lengths[0])
+    out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        out[rows] = _attend(q[rows], k[rows], v[rows], 1, length)
+        start += length
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
+    heads = [x[: batch * length].unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v)]
+    # cuDNN's kernel is twice as fast as the others of torch.
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends, set_priority=True):
+        out = functional.scaled_dot_product_attention(*heads)
+    return out.transpose(1, 2).reshape(batch * length, -1)

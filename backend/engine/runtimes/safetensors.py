@@ -1,0 +1,116 @@
+"""Torch and fused kernels on Hopper GPUs: `model.safetensors`; the forward passes are in `hopper/`.
+
+Parameters of the model's configuration:
+
+- `device`: `cuda` (default), or `cpu`, where the same arithmetic runs in plain torch and slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hopper.dit import Dit
+from hopper.modulation import Modulation
+from hopper.text_encoder import TextEncoder
+from hopper.vae_decoder import VaeDecoder
+from hopper.weights import load
+from runtimes import EngineError, TensorSpec
+
+_ENGINES: dict[str, Any] = {
+    "text_encoder": TextEncoder,
+    "modulation": Modulation,
+    "dit": Dit,
+    "vae_decoder": VaeDecoder,
+}
+_DTYPES = {
+    "FP32": torch.float32,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Runtime:
+    """One engine on one GPU."""
+
+    def __init__(self, artifact: Path, parameters: Mapping[str, str], gpu: int = 0) -> None:
+        """
+        Args:
+            artifact: `model.safetensors`, as `export.packed` writes it.
+            gpu: its number.
+
+        Raises:
+            EngineError: there is no GPU that can run it, or the file cannot be loaded.
+        """
+        device = choose_device(parameters.get("device", "cuda"), gpu, artifact.name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.device = str(device)
+        weights, description = load(artifact, device)
+        self.inputs, self.outputs = (
+            [TensorSpec(name, tensor["dtype"]) for name, tensor in description[border].items()]
+            for border in ("inputs", "outputs")
+        )
+        try:
+            self._engine = _ENGINES[description["engine"]](weights, description["config"])
+            with torch.inference_mode():
+                self._engine.warm_up()
+        except RuntimeError as error:  # torch's, out of memory among them
+            raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
+
+    @torch.inference_mode()
+    def run(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Computes one batch; takes tensors in any memory, returns new ones on the device.
+
+        Raises:
+            EngineError: the GPU failed or ran out of memory.
+        """
+        try:
+            given = [batch[spec.name].to(self.device, _DTYPES[spec.dtype]) for spec in self.inputs]
+            result = self._engine(*given)
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+        except RuntimeError as error:  # torch's, out of memory among them
+            raise EngineError(f"the engine failed: {one_line(error)}") from None
+        results = result if isinstance(result, tuple) else (result,)
+        return {
+            spec.name: tensor.contiguous()
+            for spec, tensor in zip(self.outputs, results, strict=True)
+        }
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def choose_device(name: str, gpu: int, artifact: str) -> torch.device:
+    """Returns the device that the parameter names.
+
+    Raises:
+        EngineError: there is none of this name, or its GPU has no FP8.
+    """
+    if name not in ("cuda", "cpu"):
+        raise EngineError(f"the parameter device is {name!r}; it must be cuda or cpu")
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"{artifact} needs a GPU, and torch finds none here: start the server where there is "
+            "one, in a container with `--gpus all`"
+        )
+    capability = torch.cuda.get_device_capability(gpu)
+    if capability < (9, 0):
+        raise EngineError(
+            f"{artifact} is for Hopper (SM90), and the GPU here, {torch.cuda.get_device_name(gpu)}"
+            f", is SM{capability[0]}{capability[1]}: run 'make export' with a profile for it"
+        )
+    return torch.device(name, gpu)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,404 @@
+"""Full-size Qwen-Image with random weights on one CUDA GPU: numerics, times, baselines.
+
+    PYTHONPATH=backend/engine python -m bench.hopper [--parts dit baselines …] [--out FILE]
+
+Checks every engine against the stock BF16 module with the same weights, then measures it; writes
+JSON with the machine, versions, shapes, times by kernel and rooflines, and prints a table. Parts
+that FILE has of the same machine and versions stay. The DiT needs 70 GB of GPU memory, its start 14
+GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from bench import hopper_engines as full
+from bench.gpu_timing import kernel_times, median_ms
+from bench.roofline import ROOF, Work, dit_work
+from hopper import dit as hopper_dit
+from hopper.dit import Dit
+from hopper.modulation import Modulation
+from hopper.text_encoder import TextEncoder
+from hopper.vae_decoder import VaeDecoder
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd")
+TEXT_TOKENS = 128
+SIGMAS = (0.95, 0.6, 0.2)
+# Latent patches down and across; two rows are one guided step.
+STEPS = {
+    "1024² guided": (2, 64, 64),
+    "1024²": (1, 64, 64),
+    "512² guided": (2, 32, 32),
+    "512² guided, 8 requests": (16, 32, 32),
+    "1328×1328 guided": (2, 83, 83),
+    "1664×928 guided": (2, 104, 58),
+    "1472×1104 guided": (2, 92, 69),
+    "1584×1056 guided": (2, 99, 66),
+}
+Inputs = dict[str, Tensor]
+
+
+def fp8_blocks(layer: str) -> bool:
+    """The layers that the benchmark quantizes: all of the blocks'."""
+    return layer.startswith(("transformer_blocks.", "layers."))
+
+
+class Models:
+    """The stock transformer and the engines made of it."""
+
+    def __init__(self, initialized: bool = False, quantized: Callable[[str], bool] = fp8_blocks):
+        self.stock = full.transformer(initialized)
+        self.weights = full.packed("dit", self.stock, quantized)
+        self.dit = Dit(self.weights, full.DIT_CONFIG)
+        packed = full.packed("modulation", self.stock, lambda _: False)
+        self.modulation = Modulation(packed, full.DIT_CONFIG)
+
+    def inputs(
+        self, batch: int, height: int, width: int, sigma: float = 0.6, valid: Any = None
+    ) -> Inputs:
+        """Random ones; valid: text tokens of each row, all by default."""
+        generator = torch.Generator("cuda").manual_seed(batch * height + width)
+        counts = torch.tensor(valid or [TEXT_TOKENS] * batch, device="cuda")
+        text = torch.arange(TEXT_TOKENS, device="cuda")
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+        timestep = torch.full((batch, 1), sigma, device="cuda").bfloat16().float()
+        blocks, final = self.modulation(timestep)
+        return {
+            "hidden_states": normal(batch, height * width, 64),
+            "encoder_hidden_states": normal(batch, TEXT_TOKENS, full.TEXT_CONFIG.hidden_size),
+            "text_mask": text < counts[:, None],
+            "position_ids": positions(height, width).expand(batch, -1, -1).contiguous(),
+            "block_modulation": blocks,
+            "final_modulation": final,
+        }
+
+    def expected(self, inputs: Inputs, height: int, width: int, sigma: float) -> Tensor:
+        """The stock module's prediction."""
+        batch = len(inputs["hidden_states"])
+        return stock_step(self.stock, inputs, [[(1, height, width)]] * batch, sigma)
+
+    def use_fp8_attention(self) -> None:
+        """Takes the values' scales from one prediction, then uses it."""
+        largest: list[Tensor] = []
+        attend = hopper_dit.attend
+
+        def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+            largest.append(v.abs().max().float().view(1))
+            return attend(q, k, v, *arguments)
+
+        hopper_dit.attend = recorded
+        lengths = (4096 + TEXT_TOKENS,) * 2 if self.dit.needs_lengths else ()
+        self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
+        hopper_dit.attend = attend
+        for i, value in enumerate(largest):
+            self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
+        self.dit = Dit(self.weights, full.DIT_CONFIG)
+
+
+def stock_step(stock: Any, inputs: Inputs, shapes: Any, sigma: float) -> Tensor:
+    mask = inputs["text_mask"]
+    prediction: Tensor = stock(
+        hidden_states=inputs["hidden_states"],
+        encoder_hidden_states=inputs["encoder_hidden_states"],
+        encoder_hidden_states_mask=None if mask.all() else mask,
+        timestep=torch.full((len(mask),), sigma, device="cuda").bfloat16(),
+        img_shapes=shapes,
+        return_dict=False,
+    )[0]
+    return prediction
+
+
+def positions(height: int, width: int) -> Tensor:
+    """INT32 [1, T + L, 3], as the pipeline counts: the image's are centred, the text's follow."""
+    down = torch.arange(height, device="cuda") - (height - height // 2)
+    across = torch.arange(width, device="cuda") - (width - width // 2)
+    image = torch.stack(
+        [torch.zeros(height * width, device="cuda", dtype=torch.int64)]
+        + [axis.flatten() for axis in torch.meshgrid(down, across, indexing="ij")],
+        dim=1,
+    )
+    text = torch.arange(TEXT_TOKENS, device="cuda") + max(height // 2, width // 2)
+    return torch.cat([text[:, None].expand(-1, 3), image]).int()[None]
+
+
+def cosine(result: Tensor, expected: Tensor) -> float:
+    similarity = functional.cosine_similarity(
+        result.double().flatten(), expected.double().flatten(), dim=0
+    )
+    return round(similarity.item(), 6)
+
+
+def numerics(models: Models) -> list[dict[str, Any]]:
+    """Cosines of single predictions to the stock module's in BF16."""
+    result = []
+    for sigma in SIGMAS:
+        for valid in (None, [TEXT_TOKENS, 9]):
+            inputs = models.inputs(2, 64, 64, sigma, valid)
+            expected = models.expected(inputs, 64, 64, sigma)
+            result.append(
+                {
+                    "sigma": sigma,
+                    "text_tokens": valid or [TEXT_TOKENS] * 2,
+                    "cosine": cosine(models.dit(**inputs), expected),
+                }
+            )
+    return result
+
+
+def measured_step(models: Models, inputs: Inputs, work: Work, repeats: int = 10) -> dict[str, Any]:
+    """The first two calls, which plan and record, and the median of the next."""
+    result: dict[str, Any] = {}
+    for name in ("first_ms", "second_ms"):
+        started = time.perf_counter()
+        models.dit(**inputs)
+        torch.cuda.synchronize()
+        result[name] = round((time.perf_counter() - started) * 1e3, 1)
+    result["ms"] = median_ms(lambda: models.dit(**inputs), repeats)
+    result["roofline_ms"] = round(work.seconds(ROOF) * 1e3, 2)
+    result["ratio_to_roofline"] = round(result["ms"] / result["roofline_ms"], 3)
+    return result
+
+
+def steps(models: Models, fp8_attention: bool) -> dict[str, Any]:
+    result = {}
+    for name, (batch, height, width) in STEPS.items():
+        inputs = models.inputs(batch, height, width)
+        work = dit_work(batch, height * width, TEXT_TOKENS, "fp8", fp8_attention)
+        result[name] = {
+            "batch": batch,
+            "image_tokens": height * width,
+            "text_tokens": TEXT_TOKENS,
+            **measured_step(models, inputs, work, 10 if height * width <= 4096 else 5),
+        }
+    name = "1024² guided, texts of 128 and 9 tokens"
+    inputs = models.inputs(2, 64, 64, valid=[TEXT_TOKENS, 9])
+    work = dit_work(2, 4096, TEXT_TOKENS, "fp8", fp8_attention)
+    result[name] = measured_step(models, inputs, work)
+    return result
+
+
+def dit(result: dict[str, Any]) -> Iterator[None]:
+    models = Models()
+    result["numerics"] = numerics(models)
+    yield
+    inputs = models.inputs(2, 64, 64)
+    result["steps"] = steps(models, fp8_attention=False)
+    yield
+    result["profile"] = kernel_times(lambda: models.dit(**inputs))
+    timesteps = torch.linspace(1, 0.02, 50, device="cuda")[:, None]
+    result["modulation_of_50_steps_ms"] = median_ms(lambda: models.modulation(timesteps), 5)
+    models.use_fp8_attention()
+    result["fp8_attention"] = {"numerics": numerics(models)}
+    yield
+    result["fp8_attention"]["steps"] = steps(models, fp8_attention=True)
+    result["fp8_attention"]["profile"] = kernel_times(lambda: models.dit(**inputs))
+
+
+def torch_init(result: dict[str, Any]) -> Iterator[None]:
+    """Numerics with weights by torch's own initialization."""
+    models = Models(initialized=True)
+    result["numerics"] = numerics(models)
+    models.use_fp8_attention()
+    result["fp8_attention"] = {"numerics": numerics(models)}
+    yield
+
+
+def baselines(result: dict[str, Any]) -> Iterator[None]:
+    """The stock module in BF16: eager, then its blocks compiled."""
+    models = Models()
+    inputs = models.inputs(2, 64, 64)
+    work = dit_work(2, 4096, TEXT_TOKENS, "bf16", False)
+    result["roofline_ms"] = round(work.seconds(ROOF) * 1e3, 2)
+
+    def step() -> Tensor:
+        return stock_step(models.stock, inputs, [[(1, 64, 64)]] * 2, 0.6)
+
+    result["ours_ms"] = median_ms(lambda: models.dit(**inputs), 5)
+    result["diffusers_eager_ms"] = median_ms(step, 5, 1)
+    yield
+    models.use_fp8_attention()
+    result["ours_fp8_attention_ms"] = median_ms(lambda: models.dit(**inputs), 5)
+    models.stock.compile_repeated_blocks(fullgraph=True)
+    started = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    result["compilation_s"] = round(time.perf_counter() - started, 1)
+    result["diffusers_compiled_blocks_ms"] = median_ms(step, 5, 1)
+
+
+def text_encoder(result: dict[str, Any]) -> Iterator[None]:
+    stock = full.language_model()
+    for name, quantized in (("bf16", lambda _: False), ("fp8", fp8_blocks)):
+        encoder = TextEncoder(full.packed("text_encoder", stock, quantized), full.TEXT)
+        for tokens in (128, 200, 1058):
+            result[f"{name}, {tokens} tokens"] = prompt(encoder, stock, tokens)
+        yield
+
+
+def prompt(encoder: TextEncoder, stock: Any, tokens: int) -> dict[str, Any]:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    vocabulary = full.TEXT_CONFIG.vocab_size
+    ids = torch.randint(vocabulary, (1, tokens), device="cuda", generator=generator)
+    expected = stock(input_ids=ids).last_hidden_state[:, full.TEXT["dropped_tokens"] :]
+    started = time.perf_counter()
+    found = encoder(ids)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    return {
+        "first_ms": round(first * 1e3, 2),
+        "ms": median_ms(lambda: encoder(ids)),
+        "stock_ms": median_ms(lambda: stock(input_ids=ids), 5),
+        "cosine": cosine(found, expected),
+    }
+
+
+def vae_decoder(result: dict[str, Any]) -> Iterator[None]:
+    stock = full.vae()
+    decoder = VaeDecoder(full.packed("vae_decoder", stock, lambda _: False), full.VAE_CONFIG)
+    for name, (height, width) in {"1024²": (128, 128), "1664×928": (116, 208)}.items():
+        latents = torch.randn(1, 16, height, width, device="cuda")
+        result[name] = picture(decoder, stock, latents)
+    latents = torch.randn(1, 16, 128, 128, device="cuda")
+    result["profile"] = kernel_times(lambda: decoder(latents))
+    yield
+
+
+def picture(decoder: VaeDecoder, stock: Any, latents: Tensor) -> dict[str, Any]:
+    frame = latents.bfloat16()[:, :, None]
+    wanted = stock.decode(frame).sample[:, :, 0].float()
+    wanted = ((wanted * 0.5 + 0.5).clamp(0, 1) * 255).permute(0, 2, 3, 1)
+    started = time.perf_counter()
+    pixels = decoder(latents)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    return {
+        "first_ms": round(first * 1e3, 1),
+        "ms": median_ms(lambda: decoder(latents)),
+        "stock_ms": median_ms(lambda: stock.decode(frame).sample, 5),
+        "mean_difference_of_255": round((pixels.float() - wanted).abs().mean().item(), 3),
+        "standard_deviation_of_255": round(wanted.std().item(), 1),
+    }
+
+
+def start(result: dict[str, Any]) -> Iterator[None]:
+    """A new process: from its start to the first prediction; the file is in the page cache."""
+    stock = full.transformer(initialized=False)
+    inputs = ("hidden_states", "encoder_hidden_states", "text_mask", "position_ids")
+    dtypes = dict.fromkeys((*inputs, "block_modulation", "final_modulation"), "BF16")
+    dtypes |= {"text_mask": "BOOL", "position_ids": "INT32"}
+    description = {
+        "format": 1,
+        "engine": "dit",
+        "config": full.DIT_CONFIG,
+        "inputs": {name: {"dtype": dtype} for name, dtype in dtypes.items()},
+        "outputs": {"noise_pred": {"dtype": "BF16"}},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        save_file(
+            full.packed("dit", stock, fp8_blocks),
+            file,
+            metadata={"description": json.dumps(description)},
+        )
+        del stock
+        torch.cuda.empty_cache()
+        result["file_gb"] = round(file.stat().st_size / 1e9, 2)
+        started = time.perf_counter()
+        output = subprocess.run(
+            [sys.executable, "-m", "bench.hopper_start", file],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        result |= json.loads(output.splitlines()[-1])
+        result["process_s"] = round(time.perf_counter() - started, 2)
+    yield
+
+
+PARTS = {
+    part.__name__: part for part in (dit, torch_init, baselines, text_encoder, vae_decoder, start)
+}
+
+
+def machine() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "cudnn": torch.backends.cudnn.version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def print_table(parts: dict[str, Any], prefix: str = "") -> None:
+    for name, value in parts.items():
+        if isinstance(value, dict):
+            print_table(value, f"{prefix}{name}: ")
+        elif isinstance(value, list):
+            for entry in value:
+                print(f"{prefix}{name}: {', '.join(f'{k} {v}' for k, v in entry.items())}")
+        else:
+            print(f"{prefix}{name}: {value}")
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/hopper.json"))
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "hopper", "weights": "random, by bench.hopper_engines"}
+    result |= {"machine": machine(), "versions": versions(), "parts": {}}
+    if arguments.out.is_file():
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))
+        if before["machine"] == result["machine"] and before["versions"] == result["versions"]:
+            result["parts"] = before["parts"]
+    for name in arguments.parts:
+        started = time.perf_counter()
+        values: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        result["parts"][name] = values
+        for _ in PARTS[name](values):  # what is known is written, should a later one fail
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        values["benchmark_s"] = round(time.perf_counter() - started, 1)
+        values["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print_table({name: values})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Full-size Qwen-Image with random weights, made on the GPU: the stock modules in BF16, and the
+engines for Hopper from the same weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+from hopper.layout import layout
+from hopper.ops import quantize_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The published configs, as far as they differ from the classes' defaults.
+TEXT_CONFIG = Qwen2_5_VLTextConfig(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=128000,
+    rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    attn_implementation="sdpa",
+)
+TEXT = {
+    "num_hidden_layers": TEXT_CONFIG.num_hidden_layers,
+    "num_attention_heads": TEXT_CONFIG.num_attention_heads,
+    "num_key_value_heads": TEXT_CONFIG.num_key_value_heads,
+    "rms_norm_eps": TEXT_CONFIG.rms_norm_eps,
+    "rope_theta": 1e6,
+    "dropped_tokens": 34,  # of the prompt's template
+}
+DIT_CONFIG: dict[str, Any] = {
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "axes_dims_rope": (16, 56, 56),
+}
+VAE_CONFIG: dict[str, Any] = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+MODULATION = re.compile(r"(time_text_embed|norm_out)\.|.*\.(img|txt)_mod\.")
+
+# (pattern of a tensor's name, mean, gain): a vector has the standard deviation `gain`, a matrix
+# gain/√fan-in; the first match counts. Every block adds much to the residual stream: with torch's
+# own initialization gates and modulation are close to 0, and errors hardly show.
+GAINS: list[tuple[str, float, float]] = [
+    (r"timestep_embedder\.linear_[12]\.weight", 0.0, 2.0),
+    (r"attn\.to_(add_)?out.*weight", 0.0, 2.5),
+    (r"_mod\.1\.weight|norm_out\.linear\.weight", 0.0, 0.3),
+    (r"_mod\.1\.bias", 0.15, 0.1),
+    (r"(norm[^.]*|layernorm)\.(weight|gamma)$|gamma$", 1.0, 0.2),
+    (r"embed_tokens\.weight", 0.0, 60.0),
+    (r"\.bias$", 0.0, 0.2),
+    (r"", 0.0, 1.0),
+]
+
+
+def random_module(build: Callable[[], Any], seed: int) -> Any:
+    """A module with weights by `GAINS`, BF16 on the GPU."""
+    with torch.device("meta"):
+        module = build().eval().requires_grad_(False)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    state = {
+        name: random_tensor(name, value.shape, generator)
+        for name, value in module.state_dict().items()
+    }
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    mean, gain = next((m, g) for pattern, m, g in GAINS if re.search(pattern, name))
+    fan_in = shape[1:].numel() if len(shape) > 1 and not name.endswith("gamma") else 1
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    return tensor.normal_(mean, gain / fan_in**0.5, generator=generator)
+
+
+def transformer(initialized: bool) -> Any:
+    """initialized: by torch's own rules instead of `GAINS`."""
+    if initialized:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(DEVICE):
+            module = QwenImageTransformer2DModel().eval().requires_grad_(False)
+        torch.set_default_dtype(default)
+    else:
+        module = random_module(QwenImageTransformer2DModel, 1)
+    # Its rotary table is no buffer, so that it stayed where the module was made.
+    module.pos_embed = QwenImageTransformer2DModel(num_layers=0).pos_embed
+    return module
+
+
+def vae() -> Any:
+    return random_module(AutoencoderKLQwenImage, 2)
+
+
+def language_model() -> Any:
+    module = random_module(lambda: Qwen2_5_VLTextModel(TEXT_CONFIG), 3)
+    with torch.device(DEVICE):
+        module.rotary_emb = type(module.rotary_emb)(TEXT_CONFIG)
+    return module
+
+
+def packed(engine: str, module: nn.Module, fp8: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The engine's tensors as the export lays them out, quantized where `fp8` says so of a
+    layer's name; what is not quantized or joined shares the module's memory."""
+    state: Mapping[str, Tensor] = module.state_dict()
+    result = {}
+    for name, sources in layout(engine, belonging(engine, state)).items():
+        parts = [single_frame(state[source]) for source in sources]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if name.endswith(".weight") and tensor.ndim == 2 and fp8(sources[0]):
+            result[name], result[name.replace(".weight", ".scale")] = quantize_rows(tensor)
+        else:
+            result[name] = tensor
+    return result
+
+
+def belonging(engine: str, names: Iterable[str]) -> list[str]:
+    """Those of a module's tensors that the engine holds."""
+    if engine == "vae_decoder":
+        return [
+            name
+            for name in names
+            if name.startswith(("decoder.", "post_quant_conv.")) and "time_conv" not in name
+        ]
+    if engine == "modulation":
+        return [name for name in names if MODULATION.match(name)]
+    if engine == "dit":
+        return [name for name in names if not MODULATION.match(name)]
+    return list(names)
+
+
+def single_frame(tensor: Tensor) -> Tensor:
+    """Of a causal convolution the last tap in time; norms' weights are flat."""
+    if tensor.ndim == 5:
+        tensor = tensor[:, :, -1]
+    return tensor if tensor.ndim < 3 or tensor.shape[1:].numel() > 1 else tensor.squeeze()

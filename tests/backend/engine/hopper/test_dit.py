@@ -1,0 +1,94 @@
+"""The denoiser on the CPU, where its parts may be arranged in more ways than a recipe does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from export import entry
+from export.checkpoint import Checkpoint
+from export.engines import engines
+from export.packed import PACKED, write_packed
+from export.progress import ignore_progress
+from export.recipe import EngineRecipe
+from export.reference import DitReference
+from hopper.attention import join
+from hopper.dit import Dit
+from hopper.weights import load
+from tests.make_checkpoint import cached_checkpoint
+
+NAMES = (
+    "hidden_states",
+    "encoder_hidden_states",
+    "text_mask",
+    "position_ids",
+    "block_modulation",
+    "final_modulation",
+)
+
+
+@pytest.fixture(scope="module")
+def reference() -> DitReference:
+    return DitReference(Checkpoint(cached_checkpoint()))
+
+
+def engine(folder: Path, formats: dict[str, list[str]], largest: float | None = None) -> Dit:
+    checkpoint = Checkpoint(cached_checkpoint())
+    dit = next(engine for engine in engines(checkpoint) if engine.name == "dit")
+    recipe = EngineRecipe("test", "test", "bf16", formats)
+    write_packed(dit, checkpoint, recipe, entry(dit, {}), None, folder, ignore_progress)
+    weights, description = load(folder / PACKED, torch.device("cpu"))
+    if largest is not None:
+        for i in range(dit.blocks):
+            weights[f"transformer_blocks.{i}.attention.largest_value"] = torch.tensor([largest])
+    return Dit(weights, description["config"])
+
+
+def errors(dit: Dit, reference: DitReference) -> list[float]:
+    with torch.no_grad():
+        expected = reference.whole()
+        results = []
+        for case, value in zip(reference.cases, expected, strict=True):
+            given = [
+                case[name].bfloat16() if case[name].is_floating_point() else case[name]
+                for name in NAMES
+            ]
+            wide = value["noise_pred"]
+            results.append(float((dit(*given).float() - wide).norm() / wide.norm()))
+    return results
+
+
+def test_streams_of_different_formats(reference: DitReference, tmp_path: Path) -> None:
+    text = ["*.txt_mlp.*", "*.add_*", "*.to_add_out"]
+    image = ["*.img_mlp.*", "*.to_q", "*.to_k", "*.to_v", "*.to_out.0"]
+    kept = {"keep": ["img_in", "txt_in", "proj_out"]}
+    for fp8, keep in ((text, image), (image, text)):
+        formats = {"fp8": fp8, "keep": keep + kept["keep"]}
+        assert max(errors(engine(tmp_path, formats), reference)) < 0.12
+
+
+def test_attention_in_e4m3(reference: DitReference, tmp_path: Path) -> None:
+    assert max(errors(engine(tmp_path, {}, largest=8.0), reference)) < 0.12
+
+
+def test_places_of_rows() -> None:
+    mask = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
+    slots, ends = join(mask, 2)  # two image tokens each
+    assert slots.tolist() == [0, 11, 1, 4, 5, 6, 12, 13, 14, 2, 3, 7, 8, 9, 10]
+    assert ends.tolist() == [0, 4, 9, 11]
+
+
+def test_padding_is_not_attended_to(reference: DitReference, tmp_path: Path) -> None:
+    for largest in (None, 8.0):
+        dit = engine(tmp_path, {}, largest)
+        case = dict(reference.cases[0])
+        given = [
+            case[name].bfloat16() if case[name].is_floating_point() else case[name]
+            for name in NAMES
+        ]
+        before = dit(*given)
+        given[1] = torch.where(case["text_mask"][..., None], given[1], torch.nan)
+        assert not case["text_mask"].all()
+        assert torch.equal(dit(*given), before)

@@ -1,0 +1,70 @@
+"""The roofline model against what was measured on an H200."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench.common import RESULTS
+from bench.roofline import (
+    CARDS,
+    H200,
+    ROOF,
+    dit_work,
+    memory_gb,
+    modulation_work,
+    text_encoder_work,
+    vae_decoder_work,
+)
+
+SIZES = ("1024² guided", "512² guided, 8 requests", "1664×928 guided", "1024²")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads((RESULTS / "hopper.json").read_text())["parts"]
+    return parts
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fp8_attention", [False, True])
+def test_step(measured: dict[str, Any], size: str, fp8_attention: bool) -> None:
+    part = measured["dit"]
+    step = (part["fp8_attention"] if fp8_attention else part)["steps"][size]
+    shape = step["batch"], step["image_tokens"], step["text_tokens"]
+    computed = dit_work(*shape, "fp8", fp8_attention).seconds(H200) * 1e3
+    assert computed == pytest.approx(step["ms"], rel=0.15)
+
+
+def test_the_stock_model_in_bf16(measured: dict[str, Any]) -> None:
+    """Compiled blocks come near the model; they do more element-wise passes."""
+    computed = dit_work(2, 4096, 128, "bf16", False).seconds(H200) * 1e3
+    assert computed < measured["baselines"]["diffusers_compiled_blocks_ms"] < 1.3 * computed
+
+
+def test_modulation_of_a_schedule(measured: dict[str, Any]) -> None:
+    computed = modulation_work(50).seconds(H200) * 1e3
+    assert computed == pytest.approx(measured["dit"]["modulation_of_50_steps_ms"], rel=0.15)
+
+
+def test_nothing_is_faster_than_the_roofline(measured: dict[str, Any]) -> None:
+    parts = measured["dit"], measured["dit"]["fp8_attention"]
+    assert all(step["ratio_to_roofline"] > 1 for part in parts for step in part["steps"].values())
+    prompt = text_encoder_work(128, "bf16").seconds(ROOF) * 1e3
+    assert prompt < measured["text_encoder"]["bf16, 128 tokens"]["ms"]
+    picture = vae_decoder_work(1024**2).seconds(ROOF) * 1e3
+    assert picture < measured["vae_decoder"]["1024²"]["ms"]
+
+
+def test_memory_of_the_published_model() -> None:
+    """Published: 20.4 B parameters of the DiT, 7.1 B of the language model, two bytes each."""
+    assert memory_gb("bf16", 0) == pytest.approx(2 * (20.4 + 7.1), rel=0.02)
+    assert memory_gb("fp8", 0) < 36
+
+
+def test_faster_cards_take_less_time() -> None:
+    seconds = {card.name: dit_work(2, 4096, 128, "fp8", True).seconds(card) for card in CARDS}
+    assert seconds["B200"] < seconds["H200"] < seconds["H100 SXM"]
+    assert seconds["H100 SXM"] < seconds["RTX PRO 6000 Blackwell"] < seconds["RTX 4090"]
