@@ -76,11 +76,10 @@ quality: setup  ## measure the pictures [OUT= SERVER=<host:port> | REPOSITORY= P
 	    $(if $(filter-out file,$(origin REPOSITORY)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
 	    $(if $(GATE),--gate "$(GATE)") $(if $(REFERENCE),--reference "$(REFERENCE)")
 
-verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<dir> PROFILE=<name> [GATE= OUT=]
+verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<dir> PROFILE=<name> [GATE= OUT= and those of export]
 	@test -n "$(CHECKPOINT)" || { echo "name the checkpoint: make verify CHECKPOINT=<dir>" >&2; exit 1; }
-	@$(BIN)/python -m verification --checkpoint "$(CHECKPOINT)" --profile "$(PROFILE)" \
-	    --repository "$(REPOSITORY)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)") \
-	    $(if $(GATE),--gate "$(GATE)") $(if $(OUT),--out "$(OUT)")
+	@$(BIN)/python -m verification --profile "$(PROFILE)" --repository "$(REPOSITORY)" $(STAGES) \
+	    $(if $(TARGET),--target "$(TARGET)") $(if $(GATE),--gate "$(GATE)") $(if $(OUT),--out "$(OUT)")
 
 bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
 	$(BIN)/python -m bench.serving

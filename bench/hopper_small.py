@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.common import ROOT, write_result
-from build.tiny import CHECKPOINT
+from build.tiny import CALIBRATION, CHECKPOINT
 from export import entry
 from export.calibration import load_calibration
 from export.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The recipe of each engine; where it says nothing of one, that is in BF16.
 VARIANTS: dict[str, dict[str, str]] = {
     "bf16": {},
-    "all of the DiT's blocks (fp8-rows)": {"dit": "fp8-rows"},
+    "the DiT by fp8-rows": {"dit": "fp8-rows"},
     "the DiT by fp8": {"dit": "fp8"},
     "the DiT and the text encoder by fp8": {"text_encoder": "fp8", "dit": "fp8"},
     "the DiT by fp8-attention": {"dit": "fp8-attention"},
@@ -48,7 +48,7 @@ class Engines:
         self.tokenizer = checkpoint.tokenizer
         self.runtimes = {}
         fingerprint = checkpoint.describe()["fingerprint"]
-        calibration = load_calibration(CHECKPOINT / "calibration.safetensors", fingerprint)
+        calibration = load_calibration(CALIBRATION, fingerprint)
         for engine in engines(checkpoint):
             recipe = EngineRecipe("bf16", f"recipe 'bf16', {engine.name}", "bf16")
             if engine.name in recipes:

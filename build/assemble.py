@@ -14,6 +14,7 @@ from build.onnx_stage import (
     DESCRIPTION,
     ROOT,
     OnnxStage,
+    is_verified,
     make_onnx,
     open_onnx,
     plan,
@@ -57,9 +58,16 @@ def assemble(
     """
     check_target(profile, target)
     folder = onnx or repository.with_name(f"{repository.name}.onnx")
-    if repository.resolve() in (folder.resolve(), *folder.resolve().parents):
+    one, other = repository.resolve(), folder.resolve()
+    if one in (other, *other.parents) or other in one.parents:
         raise BuildError(
-            f"the stages cannot be in {folder}: it is in {repository}, which is replaced as a whole"
+            f"the stages in {folder} and the repository {repository}, which is replaced as a "
+            "whole, cannot be one in the other: name other folders"
+        )
+    if checkpoint_path is None and calibration is not None:
+        raise BuildError(
+            "CALIBRATION is for making the ONNX stage, and no checkpoint was named for that: leave "
+            "it out, or name CHECKPOINT=<dir>"
         )
     checkpoint = Checkpoint(checkpoint_path) if checkpoint_path else None
     with locked(folder):
@@ -90,6 +98,7 @@ def assemble(
             and current
             and current["inputs"] == inputs
             and manifest.is_intact(repository, current)
+            and is_verified(current["engines"], verify)
         ):
             return False
         _check_place(repository, current)
@@ -130,6 +139,12 @@ def _check_place(repository: Path, current: dict[str, Any] | None) -> None:
     if repository.exists() and current is None and any(repository.iterdir()):
         raise BuildError(
             f"{repository} is not empty and holds no exported repository: name another folder"
+        )
+    added = manifest.added_files(repository, current) if current else []
+    if added:
+        raise BuildError(
+            f"{repository} holds files that no export wrote ({', '.join(added[:5])}) and that a "
+            "new one would remove: move them away, or name another folder"
         )
     edited = manifest.edited_files(repository, current) if current else []
     if edited:

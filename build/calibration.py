@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from build.manifest import digest
-from export import Checkpoint, Progress
+from export import Checkpoint, ExportError, Progress
 from export.calibrate import PROMPTS, STEPS, calibrate, check_prompts, read_prompts
 from export.calibration import FORMAT, read_calibration
 
@@ -32,9 +32,13 @@ def own_calibration(checkpoint: Checkpoint, folder: Path, progress: Progress) ->
     key = hashlib.sha256(f"{fingerprint} {description()}".encode()).hexdigest()
     path = folder / f"calibration-{key[:12]}.safetensors"
     if path.is_file():
-        settings = read_calibration(path).settings
-        if settings["done"] == settings["total"]:
-            return path  # also if another kind of machine has made it
+        try:
+            settings = read_calibration(path).settings
+        except ExportError:
+            path.unlink()  # damaged; it is nobody's but ours
+        else:
+            if settings["done"] == settings["total"]:
+                return path  # also if another kind of machine has made it
 
     def report(what: str, done: int, total: int) -> None:
         progress(f"no CALIBRATION was named, so it is made ({path.name}): {what}", done, total)

@@ -80,6 +80,19 @@ def is_intact(repository: Path, manifest: Mapping[str, Any]) -> bool:
     )
 
 
+def added_files(repository: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the files that the export did not write, caches of tools and runtimes apart."""
+    return [
+        name.as_posix()
+        for name in (path.relative_to(repository) for path in sorted(repository.rglob("*")))
+        if (repository / name).is_file()
+        and name.as_posix() not in manifest["files"]
+        and name != Path(NAME)
+        and not any(is_leftover(part) for part in name.parts)
+        and name.suffix != ".cache"  # of TensorRT-RTX
+    ]
+
+
 def edited_files(repository: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the configurations and Python files that differ from what the export wrote."""
     return [

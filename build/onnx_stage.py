@@ -93,7 +93,7 @@ def make_onnx(
         if (folder / name).is_dir():
             progress(f"{name}: check what is there", 0, 1)
         result = read_stage(folder / name, made_from)
-        if result is None:
+        if result is None or not is_verified({name: result}, verify):
             shutil.rmtree(folder / name, ignore_errors=True)
         else:
             kept[name] = result
@@ -128,6 +128,13 @@ def make_onnx(
         )
     make_stage(folder / DESCRIPTION, whole, describe)
     return open_onnx(profile, folder, intact=True)
+
+
+def is_verified(engines: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
+    """Whether the engines, by their manifest entries, were checked as `verify` asks for."""
+    return verify == "auto" or all(
+        engine.get("verified", {}).get("mode") == "whole" for engine in engines.values()
+    )
 
 
 def check_folder(folder: Path) -> None:

@@ -113,6 +113,17 @@ def find_tensorrt(folders: Iterable[Path] = ()) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def check_gpu(models: Path, profile: str, gpu: Gpu | None) -> None:
+    """Raises ServeError if the profile's configurations want a GPU where there is none, for which
+    Triton's own words are a page."""
+    for path in sorted(models.glob(f"*/configs/{profile}.pbtxt")):
+        if gpu is None and "KIND_GPU" in path.read_text(encoding="utf-8"):
+            raise ServeError(
+                f"The profile {profile!r} puts {path.parts[-3]} on a GPU, and there is none here: "
+                "start the server where there is one, in a container with `--gpus all`."
+            )
+
+
 def find_gpu() -> Gpu | None:
     """The first GPU that CUDA's driver shows, None if there is none. Takes no memory on it."""
     try:

@@ -21,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from serving.engines import built_engines, check_machine, find_gpu, find_tensorrt
+from serving.engines import built_engines, check_gpu, check_machine, find_gpu, find_tensorrt
 from serving.errors import ServeError
 from serving.installation import Installation, find_installation
 from serving.limits import check_limits
@@ -97,6 +97,7 @@ class TritonServer:
         if built_engines(self.manifest):
             tensorrt = find_tensorrt(self.installation.libraries)
             check_machine(self.manifest, self.installation, tensorrt, self._gpu)
+        check_gpu(self.repository / "model_repository", profile, self._gpu)
         self.process: subprocess.Popen[bytes] | None = None
         ports = _distinct_ports(host, [http_port, grpc_port, metrics_port])
         self.http_port, self.grpc_port, self.metrics_port = ports

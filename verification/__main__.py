@@ -12,59 +12,77 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from build.progress import ProgressBar
-from build.tiny import CHECKPOINT, ROOT
-from quality.gate import Gate, QualityError, load_gate
-from serving.errors import ServeError
+if TYPE_CHECKING:
+    from quality.gate import Gate
 
 MISSED, FAILED = 1, 2
+ROOT = Path(__file__).resolve().parents[1]
 GATES = ROOT / "quality" / "gates"
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m verification", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers layout")
     parser.add_argument("--profile", default="cpu", help="a file in build/profiles/")
     parser.add_argument("--repository", type=Path, help="default: artifacts/<profile>")
-    parser.add_argument("--calibration", type=Path, help="for profiles that quantize")
+    for name in ("onnx", "calibration", "target", "verify"):
+        parser.add_argument(f"--{name}", help="as `python -m build` takes it")
     parser.add_argument(
         "--gate",
         type=Path,
         help="a gate's folder; by default quality/gates/general, for checkpoints/tiny its own",
     )
     parser.add_argument("--out", type=Path, help="default: artifacts/verify/<profile>")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
     try:
-        return verify(options)
-    except (QualityError, ServeError) as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return FAILED
-    except OSError as error:
-        print(f"verify: {error.filename}: {error.strerror or error}", file=sys.stderr)
-        return FAILED
+        # These take seconds.
+        from quality.gate import QualityError
+        from serving.errors import ServeError
+
+        try:
+            return verify(options)
+        except (QualityError, ServeError) as error:
+            print(f"verify: {error}", file=sys.stderr)
+            return FAILED
+        except OSError as error:
+            print(f"verify: {error.filename}: {error.strerror or error}", file=sys.stderr)
+            return FAILED
     except KeyboardInterrupt:
         print("verify: interrupted; what is finished is kept and not done again", file=sys.stderr)
         return 130
 
 
 def verify(options: argparse.Namespace) -> int:
+    """Builds, checks, reports. Raises QualityError, ServeError, OSError."""
+    from build.tiny import CHECKPOINT
+    from quality.gate import QualityError, load_gate
+
     repository = options.repository or Path("artifacts") / options.profile
     out = options.out or Path("artifacts") / "verify" / options.profile
+    if out.exists() and not out.is_dir():
+        raise QualityError(f"{out} is not a folder: name another one as OUT")
     tiny = options.checkpoint.resolve() == CHECKPOINT
     gate = load_gate(options.gate or GATES / ("tiny" if tiny else "general"))
+    if not gate.noise_levels:
+        raise QualityError(f"{gate.folder} has no noise_levels: set some in its gate.yaml")
     build = ["build", "export", "--checkpoint", options.checkpoint, "--profile", options.profile]
     build += ["--repository", repository]
-    build += ["--calibration", options.calibration] if options.calibration else []
+    for name in ("onnx", "calibration", "target", "verify"):
+        value = getattr(options, name)
+        build += [f"--{name}", value] if value else []
     _run(*build)
-
-    manifest = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))
-    report = check(options.checkpoint, repository, manifest, gate, out)
 
     from verification.report import write_report
 
+    manifest = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))
+    report = check(options.checkpoint, repository, manifest, gate, out)
     path = write_report(out, report)
     for sentence in report["missed"]:
         print(f"  {sentence}")
@@ -76,6 +94,7 @@ def check(
     checkpoint: Path, repository: Path, manifest: dict[str, Any], gate: Gate, out: Path
 ) -> dict[str, Any]:
     """Serves the repository and returns the report. Raises QualityError, ServeError."""
+    from build.progress import ProgressBar
     from quality.run import load_run, measure
     from quality.served import Served
     from serving.server import TritonServer
@@ -94,7 +113,6 @@ def check(
             *("verification.cases", "--checkpoint", checkpoint, "--gate", gate.folder),
             *("--reference", reference, "--dtype", dtype, "--out", cases),
         )
-    precisions = {name: engine["precision"] for name, engine in manifest["engines"].items()}
     bar = ProgressBar()
     try:
         with (
@@ -102,7 +120,7 @@ def check(
             Served(server.grpc_url) as served,
         ):
             compared = []
-            for case in compare_engines(served, cases, precisions):
+            for case in compare_engines(served, cases, manifest["engines"]):
                 compared.append(case)
                 bar("engines", len(compared), 0)
             quality = measure(gate, served, out / "quality", load_run(reference), bar)
@@ -159,6 +177,8 @@ def _run(module: str, *arguments: str | Path) -> None:
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
+        from quality.gate import QualityError
+
         raise QualityError(f"`python -m {module}` failed: see above")
 
 

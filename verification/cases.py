@@ -230,8 +230,7 @@ def main() -> int:
     try:
         gate = load_gate(options.gate)
         noise = load_run(options.reference).noise()
-        if noise is None:
-            raise QualityError(f"{options.gate} has no noise_levels: set some in its gate.yaml")
+        assert noise is not None  # the gate has noise levels
         cases = make_cases(options.checkpoint, gate, noise, options.dtype)
     except QualityError as error:
         print(f"verify: {error}", file=sys.stderr)

@@ -13,19 +13,26 @@ from quality.gate import QualityError
 from quality.served import Served
 from verification.cases import read_cases
 
-# The least cosine to torch that an engine must reach, by its precision: for FP8, INT8 and NVFP4
-# what the recipes were made to keep, for the others far below what rounding explains.
-LEAST_COSINE = {"fp32": 0.99999, "bf16": 0.999, "fp8": 0.999, "int8": 0.999, "nvfp4": 0.99}
+# The least cosine to torch that an engine must reach, by the format of its layers: for FP8, INT8
+# and NVFP4 what the recipes were made to keep, for the others far below what rounding explains.
+LEAST_COSINE = {
+    "fp32": 0.99999,
+    "bf16": 0.999,
+    "int8_weights": 0.999,
+    "fp8": 0.999,
+    "int8": 0.999,
+    "nvfp4": 0.99,
+}
 
 
 def compare_engines(
-    served: Served, cases: Path, precisions: Mapping[str, str]
+    served: Served, cases: Path, made: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Calls the server's engines, past the ensemble, with the inputs of `cases`.
 
     Args:
         cases: a file of `verification.cases`.
-        precisions: of each engine, as the manifest has them.
+        made: the manifest's entry of each engine.
 
     Yields:
         For each case `engine`, `case`, `cosine` (the lowest of its outputs), `relative_error`
@@ -43,7 +50,7 @@ def compare_engines(
                 raise QualityError(
                     f"{case.engine} puts out {name} {list(ours.shape)}, torch {list(theirs.shape)}"
                 )
-        least = LEAST_COSINE[precisions[case.engine]]
+        least = min(LEAST_COSINE[kind] for kind in made[case.engine].get("layers", ("fp32",)))
         lowest = min(
             cosine(row, wanted) if np.isfinite(row).all() else 0.0
             for ours, theirs in pairs

@@ -7,6 +7,7 @@ import pytest
 
 from build import manifest
 from build.assemble import ROOT, assemble
+from build.onnx_stage import is_verified
 from build.profile import BuildError, load_profile
 from build.swap import replaced_when_done
 
@@ -53,7 +54,8 @@ def test_a_second_export_with_nothing_changed_does_nothing(repository, checkpoin
 def exporter_that_takes(repository, calls):
     """Stands for `export_checkpoint`, which takes half a minute: copies what it has made."""
 
-    def export(checkpoint, output, verify, progress, workers, recipe, calibration, kept, finished):
+    def export(checkpoint, output, *settings):
+        kept, finished, _ = settings[-3:]
         models = repository / "model_repository"
         engines = manifest.read(repository)["engines"]
         for name in engines.keys() - kept.keys():
@@ -100,6 +102,34 @@ def test_edited_limits_stay_and_are_not_replaced_silently(
     with pytest.raises(BuildError, match=r"edited \(model_repository/denoise/config.pbtxt\)"):
         assemble(other_checkpoint, load_profile("cpu"), copy)
     assert config.read_text() == edited
+
+
+def test_files_that_no_export_wrote_stay(repository, checkpoint, other_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy)
+    (copy / "model_repository/dit/1/model.cache").write_text("a runtime's")
+    mine = copy / "model_repository/mine/config.pbtxt"
+    mine.parent.mkdir()
+    mine.write_text("backend: ...")
+    assert not assemble(checkpoint, load_profile("cpu"), copy)
+    said = r"files that no export wrote \(model_repository/mine/config.pbtxt\)"
+    with pytest.raises(BuildError, match=said):
+        assemble(other_checkpoint, load_profile("cpu"), copy)
+    assert mine.read_text() == "backend: ..."
+
+
+def test_engines_that_were_checked_by_blocks_are_checked_again_for_full():
+    by_blocks, whole = {"verified": {"mode": "blocks"}}, {"verified": {"mode": "whole"}}
+    assert is_verified({"dit": by_blocks}, "auto")
+    assert not is_verified({"dit": by_blocks, "vae_decoder": whole}, "full")
+    assert is_verified({"vae_decoder": whole}, "full")
+
+
+def test_ranges_for_nothing_are_refused(checkpoint, tmp_path):
+    with pytest.raises(BuildError, match=r"^CALIBRATION is for making the ONNX stage"):
+        assemble(
+            None, load_profile("cpu"), tmp_path / "r", calibration=tmp_path, onnx=tmp_path / "s"
+        )
 
 
 def test_a_file_damaged_in_both_places_is_made_anew(repository, checkpoint, tmp_path, monkeypatch):
@@ -203,10 +233,10 @@ def test_stages_do_not_replace_a_checkpoint(checkpoint, tmp_path):
     assert files_of(mine) == before
 
 
-@pytest.mark.parametrize("inside", ["", "stages"])
+@pytest.mark.parametrize("inside", ["", "stages", ".."])
 def test_stages_are_not_within_the_repository(inside, checkpoint, tmp_path):
     target = tmp_path / "repository"
-    with pytest.raises(BuildError, match=r"the stages cannot be in .*replaced as a whole"):
+    with pytest.raises(BuildError, match=r"the stages in .* cannot be one in the other"):
         assemble(checkpoint, load_profile("cpu"), target, onnx=target / inside)
     assert not target.exists()
 

@@ -8,6 +8,8 @@ import pytest
 
 from build.assemble import assemble
 from build.profile import load_profile
+from serving.engines import find_gpu
+from serving.errors import ServeError
 from serving.server import TritonServer
 from tests.conftest import ROOT
 from tests.e2e.serving_helpers import generate, parameter, variant
@@ -35,7 +37,8 @@ def on_cpu(repository, target):
 
 def test_the_manifest_says_what_is_in_fp8(exported):
     engines = json.loads((exported / "manifest.json").read_text())["engines"]
-    assert engines["dit"]["layers"] == {"fp8": 6 * 12, "bf16": 3}
+    # Two of the six blocks: two at either end, and three layers outside, stay in BF16.
+    assert engines["dit"]["layers"] == {"fp8": 2 * 12, "bf16": 4 * 12 + 3}
     for engine in engines.values():
         assert (engine["runtime"], engine["artifact"]) == ("safetensors", "model.safetensors")
         assert engine["verified"]["max_abs_error"] <= 1  # of the graph, in FP32; of pixels, of 255
@@ -50,3 +53,9 @@ def test_its_pictures_are_nearly_those_in_fp32(exported, tiny_repository, tmp_pa
         ours = generate(server.grpc_url, **request, negative_prompt="blue square")
         ours = generate(server.grpc_url, **request).images[0].astype(float)
     assert 0 < np.abs(exact - ours).mean() < 8 < np.std(exact)  # of 255
+
+
+@pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU")
+def test_without_a_gpu_it_is_not_started(exported):
+    with pytest.raises(ServeError, match=r"^The profile 'h200-torch' puts \w+ on a GPU, and there"):
+        TritonServer(exported, "h200-torch")

@@ -74,10 +74,11 @@ def test_a_broken_engine_is_named(report, tiny_checkpoint, tiny_repository, gate
         (["--checkpoint", "nowhere"], "nowhere"),
         (["--checkpoint", "checkpoints/tiny", "--profile", "b9000"], "no profile 'b9000'"),
         (["--checkpoint", "checkpoints/tiny", "--gate", "nowhere"], "nowhere is no gate"),
+        (["--checkpoint", "checkpoints/tiny", "--out", "README.md"], "README.md is not a folder"),
     ],
 )
 def test_what_cannot_be_checked_is_said(arguments, said, tmp_path):
-    command = [sys.executable, "-m", "verification", *arguments, "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "verification", "--out", tmp_path / "out", *arguments]
     command += ["--repository", tmp_path / "repository"]
     done = subprocess.run(
         command,
@@ -88,3 +89,16 @@ def test_what_cannot_be_checked_is_said(arguments, said, tmp_path):
     )
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_gate_without_noise_levels_is_refused_before_any_work(gate, tmp_path):
+    text = (gate / "gate.yaml").read_text().replace("noise_levels: [0.9, 0.3]\n", "")
+    (tmp_path / "gate").mkdir()
+    (tmp_path / "gate" / "gate.yaml").write_text(text)
+    shutil.copy(gate / "prompts.jsonl", tmp_path / "gate")
+    command = [sys.executable, "-m", "verification", "--checkpoint", "checkpoints/tiny"]
+    command += ["--gate", tmp_path / "gate", "--repository", tmp_path / "repository"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has no noise_levels: set some in its gate.yaml" in done.stderr
+    assert not (tmp_path / "repository").exists()
