@@ -13,6 +13,7 @@ import pytest
 from bench import compile_full_size, full_size
 from bench.common import measured_export
 from export import Checkpoint
+from tests.make_checkpoint import cached_checkpoint
 
 
 @pytest.mark.parametrize("bench", [full_size, compile_full_size])
@@ -37,8 +38,10 @@ def test_impossible_arguments(
     assert re.search(sentence, capsys.readouterr().err.strip().splitlines()[-1])
 
 
-def test_the_measured_export(checkpoint: Path, tmp_path: Path) -> None:
-    """Of the small checkpoint, with the same made-up calibration and recipes."""
+def test_the_measured_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small checkpoint, with the same made-up calibration and recipes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # its threads would only wait for each other
+    checkpoint = cached_checkpoint(blocks=3)
     calibration = full_size.made_up_calibration(Checkpoint(checkpoint), tmp_path / "ranges")
     recipes = full_size.PRECISIONS["nvfp4"]
     result = measured_export(checkpoint, tmp_path / "engines", recipes, calibration)
