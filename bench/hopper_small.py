@@ -1,4 +1,4 @@
-"""The trained small checkpoint through the engines for Hopper: how near single predictions are.
+"""The trained small checkpoint through the engines for Hopper: single predictions and pictures.
 
     PYTHONPATH=backend/engine python -m bench.hopper_small
 
@@ -17,6 +17,9 @@ import numpy as np
 import torch
 
 from bench.common import ROOT, write_result
+from build.assemble import assemble
+from build.profile import load_profile
+from build.progress import ProgressBar
 from build.tiny import CALIBRATION, CHECKPOINT
 from export import entry
 from export.calibration import load_calibration
@@ -27,9 +30,11 @@ from export.progress import ignore_progress
 from export.recipe import EngineRecipe, load_recipe
 from quality.distances import cosine
 from quality.gate import Prompt, load_gate
-from quality.run import load_run
-from quality.served import pack, position_ids, unpack
+from quality.run import load_run, measure
+from quality.served import Served, pack, position_ids, unpack
 from runtimes.safetensors import Runtime
+from serving.server import TritonServer
+from tests.e2e.serving_helpers import hopper_on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The recipe of each engine; where it says nothing of one, that is in BF16.
@@ -94,6 +99,20 @@ def lowest_cosines(made: Engines) -> dict[str, float]:
     return result
 
 
+def pictures(folder: Path) -> dict[str, Any]:
+    """The gate's pictures by the whole profile, served on the CPU."""
+    assemble(CHECKPOINT, load_profile("h200-torch"), folder / "gpu")
+    repository = hopper_on_cpu(folder / "gpu", folder / "cpu")
+    gate = load_gate(ROOT / "quality" / "gates" / "tiny")
+    assert gate.reference is not None
+    bar = ProgressBar()
+    with TritonServer(repository, "h200-torch") as server, Served(server.grpc_url) as served:
+        result = measure(gate, served, folder / "run", load_run(gate.reference), bar)
+    bar.close()
+    kept = ("score", "score_low", "score_high", "score_en", "score_zh", "distances", "comparison")
+    return {name: result[name] for name in kept}
+
+
 def main() -> None:
     checkpoint = Checkpoint(CHECKPOINT)
     values: dict[str, Any] = {"device": DEVICE, "lowest_cosines": {}}
@@ -102,6 +121,9 @@ def main() -> None:
             made = Engines(checkpoint, recipes, Path(folder))
             values["lowest_cosines"][name] = lowest_cosines(made)
         print(name, values["lowest_cosines"][name], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        values["pictures"] = pictures(Path(folder))
+    print(values["pictures"])
     print(write_result("hopper_small", values))
 
 

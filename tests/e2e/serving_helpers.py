@@ -151,6 +151,19 @@ def parameter(name: str, old: str, new: str) -> tuple[str, str]:
     return line.format(name, old), line.format(name, new)
 
 
+def hopper_on_cpu(repository: Path, target: Path) -> Path:
+    """A copy of a repository of the profile h200-torch that computes on the CPU."""
+    kind = ("kind: KIND_GPU count: 1 gpus: [ 0 ]", "kind: KIND_CPU count: 1")
+    engine = [kind, parameter("device", "cuda", "cpu")]
+    models = ("text_encoder", "modulation", "dit", "vae_decoder")
+    changes = {f"{model}/configs/h200-torch.pbtxt": engine for model in models}
+    changes["denoise/configs/h200-torch.pbtxt"] = [
+        kind,
+        parameter("engine_device", "cuda:0", "cpu"),
+    ]
+    return variant(repository, target, changes)
+
+
 def perturb(repository: Path, target: Path, layer: str) -> Path:
     """A copy in which noise as strong as the weights is added to the DiT's `layer`."""
     variant(repository, target, {})
@@ -171,6 +184,7 @@ def perturb(repository: Path, target: Path, layer: str) -> Path:
     data.unlink()  # it was a link
     data.write_bytes(content)
     described = manifest.read(target)
+    assert described is not None
     (target / "manifest.json").unlink()
     manifest.write(target, {**described, "files": manifest.list_files(target, {})})
     return target

@@ -12,10 +12,7 @@ from serving.engines import find_gpu
 from serving.errors import ServeError
 from serving.server import TritonServer
 from tests.conftest import ROOT
-from tests.e2e.serving_helpers import generate, parameter, variant
-
-ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")
-GPU, CPU = "kind: KIND_GPU count: 1 gpus: [ 0 ]", "kind: KIND_CPU count: 1"
+from tests.e2e.serving_helpers import generate, hopper_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +20,6 @@ def exported(tiny_checkpoint):
     repository = ROOT / "artifacts" / "tests" / "h200-torch"
     assemble(tiny_checkpoint, load_profile("h200-torch"), repository)
     return repository
-
-
-def on_cpu(repository, target):
-    on_cpu = [(GPU, CPU), parameter("device", "cuda", "cpu")]
-    changes = {f"{engine}/configs/h200-torch.pbtxt": on_cpu for engine in ENGINES}
-    changes["denoise/configs/h200-torch.pbtxt"] = [
-        (GPU, CPU),
-        parameter("engine_device", "cuda:0", "cpu"),
-    ]
-    return variant(repository, target, changes)
 
 
 def test_the_manifest_says_what_is_in_fp8(exported):
@@ -49,7 +36,7 @@ def test_its_pictures_are_nearly_those_in_fp32(exported, tiny_repository, tmp_pa
     request |= {"height": 128, "width": 128, "num_inference_steps": 8}
     with TritonServer(tiny_repository) as server:
         exact = generate(server.grpc_url, **request).images[0].astype(float)
-    with TritonServer(on_cpu(exported, tmp_path / "cpu"), "h200-torch") as server:
+    with TritonServer(hopper_on_cpu(exported, tmp_path / "cpu"), "h200-torch") as server:
         ours = generate(server.grpc_url, **request, negative_prompt="blue square")
         ours = generate(server.grpc_url, **request).images[0].astype(float)
     assert 0 < np.abs(exact - ours).mean() < 8 < np.std(exact)  # of 255
