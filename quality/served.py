@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tritonclient.grpc as grpcclient
 from PIL import Image
@@ -18,7 +19,14 @@ from qwen_image_client import Client, QwenImageError
 
 _IN_FLIGHT = 8  # as many as `denoise` runs at once by default
 TIMEOUT = 1800.0  # seconds; a server that hangs answers never
-_NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+_NUMPY: dict[str, Any] = {
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+}
 _SCALARS = ("num_inference_steps", "true_cfg_scale", "height", "width", "seed")
 
 
@@ -115,24 +123,26 @@ class Served:
     def infer(
         self, model: str, inputs: dict[str, Any], outputs: Sequence[str]
     ) -> dict[str, np.ndarray]:
-        """Calls a model with arrays, converted to the types that it takes. Raises QualityError."""
+        """Calls a model with arrays, converted to the types that it takes; what it puts out in BF16
+        is given in FP32. Raises QualityError."""
         try:
             metadata = self._triton.get_model_metadata(model, as_json=True)
             types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
             tensors = []
             for name, value in inputs.items():
-                kind = types[name]
-                # Triton's client takes and gives BF16 as FP32 arrays.
-                dtype = np.object_ if kind == "BYTES" else _NUMPY.get(kind, np.float32)
-                array = np.ascontiguousarray(value, dtype)
-                tensor = grpcclient.InferInput(name, list(array.shape), kind)
+                array = np.ascontiguousarray(value, _NUMPY[types[name]])
+                tensor = grpcclient.InferInput(name, list(array.shape), types[name])
                 tensor.set_data_from_numpy(array)
                 tensors.append(tensor)
             requested = [grpcclient.InferRequestedOutput(name) for name in outputs]
             result = self._triton.infer(model, tensors, outputs=requested, client_timeout=TIMEOUT)
         except InferenceServerException as error:
             raise QualityError(f"{self.url}: {model!r}: {error.message()}") from None
-        return {name: result.as_numpy(name) for name in outputs}
+        arrays = {name: result.as_numpy(name) for name in outputs}
+        return {
+            name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+            for name, array in arrays.items()
+        }
 
 
 def pack(latents: np.ndarray) -> np.ndarray:

@@ -6,6 +6,9 @@ import re
 
 import numpy as np
 
+from quality.distances import cosine
+from quality.gate import Prompt
+from quality.served import Served
 from serving.server import TritonServer
 from tests.e2e.serving_helpers import generate, variant
 
@@ -75,11 +78,17 @@ def edit(path, change):
 def test_pictures_through_bf16_borders_are_almost_those_through_fp32(tiny_repository, tmp_path):
     request = {"prompt": "a red circle on the left, white background", "seed": 1}
     request |= {"height": 128, "width": 128, "num_inference_steps": 8, "num_images_per_prompt": 2}
-    with TritonServer(tiny_repository) as server:
+    prompt = Prompt(request)
+    latents = np.random.default_rng(0).standard_normal((16, 16, 16), np.float32)
+    with TritonServer(tiny_repository) as server, Served(server.grpc_url) as served:
         exact = generate(server.grpc_url, **request)
+        exact_noise = served.predict_noise(prompt, latents, 0.6)
     with TritonServer(bf16_repository(tiny_repository, tmp_path / "bf16")) as server:
         rounded = generate(server.grpc_url, **request)
         again = generate(server.grpc_url, **request)
+        with Served(server.grpc_url) as served:  # past the ensemble, from outside
+            noise = served.predict_noise(prompt, latents, 0.6)
     assert again.metadata["cache"]["prompt"] == "hit" and again.encoded == rounded.encoded
     difference = np.abs(np.array(exact.images, float) - np.array(rounded.images, float))
     assert 0 < difference.mean() < 4 < np.std(exact.images)  # of 255
+    assert noise.dtype == np.float32 and 0.999 < cosine(noise, exact_noise) < 1 - 1e-7
