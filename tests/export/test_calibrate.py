@@ -19,7 +19,13 @@ from safetensors.numpy import load_file, save_file
 from export import Checkpoint, ExportError
 from export import calibrate as module
 from export.calibrate import PROMPTS, Prompt, calibrate, check_prompts, main, read_prompts
-from export.calibration import Calibration, load_calibration, save_calibration
+from export.calibration import (
+    FORMAT,
+    METADATA,
+    Calibration,
+    load_calibration,
+    save_calibration,
+)
 from export.engines import engines
 from export.write import plan_weights
 
@@ -345,6 +351,47 @@ def test_what_is_no_calibration_is_refused(
         assert (tmp_path / name).read_bytes() == data
     with pytest.raises(ExportError, match=r"missing is missing: python -m export\.calibrate makes"):
         load_calibration(tmp_path / "missing", "0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"checkpoint": None}, "its metadata name the checkpoint None, but it must be a fingerpr"),
+        ({"checkpoint": 3}, "its metadata name the checkpoint 3, but it must be a fingerprint"),
+        ({"done": None}, "its metadata have done = None of total = 3 prompts, but"),
+        ({"done": "1"}, "its metadata have done = '1' of total = 3 prompts, but"),
+        ({"done": 4}, "its metadata have done = 4 of total = 3 prompts, but"),
+        ({"done": 0, "total": 0}, "its metadata have done = 0 of total = 0 prompts, but"),
+        ({"deep": "[" * 100_000 + "]" * 100_000}, "maximum recursion depth exceeded"),
+    ],
+)
+def test_edited_metadata_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    settings = {"format": FORMAT, "checkpoint": "0" * 64, "done": 3, "total": 3} | change
+    text = json.dumps({name: value for name, value in settings.items() if value is not None})
+    if "deep" in change:
+        text = text.replace(json.dumps(change["deep"]), change["deep"])
+    path = tmp_path / "ranges"
+    save_file({}, path, metadata={METADATA: text})
+    with pytest.raises(ExportError) as caught:
+        load_calibration(path, "0" * 64)
+    assert str(caught.value).startswith(f"{path} is no calibration file, or a damaged one: {said}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("amax", np.zeros(1, np.float32)),
+        ("channels", np.zeros((), np.float32)),
+        ("squares", np.zeros(3, np.float16)),
+        ("squares", np.full(3, np.nan, np.float32)),
+    ],
+)
+def test_edited_ranges_are_refused(kind: str, value: np.ndarray, tmp_path: Path) -> None:
+    settings = {"format": FORMAT, "checkpoint": "0" * 64, "done": 3, "total": 3}
+    path = tmp_path / "ranges"
+    save_file({f"dit/img_in/{kind}": value}, path, metadata={METADATA: json.dumps(settings)})
+    with pytest.raises(ExportError, match=f"dit/img_in/{kind} must be finite FP32, one "):
+        load_calibration(path, "0" * 64)
 
 
 # ---------------------------------------------------------------------- prompts
