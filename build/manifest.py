@@ -83,6 +83,7 @@ def is_sound(manifest: Any) -> bool:
         and _holds(manifest["checkpoint"], fingerprint=str)
         and all(
             _holds(entry, artifact=str, precision=str)
+            and isinstance(entry.get("verified", {}), dict)
             and ("library" not in entry or describes_engine(entry))
             for entry in manifest["engines"].values()
         )

@@ -84,7 +84,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def parse_prompt(where: str, line: str, seed: int) -> Prompt:
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ExportError(f"{where} is no JSON") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise ExportError(f"{where} must be an object whose prompt is a text")
@@ -425,10 +425,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Calibration:
-    for name in ("steps", "height", "width"):
+    # In a single step diffusers divides by zero.
+    for name, least in (("steps", 2), ("height", 1), ("width", 1)):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ExportError(f"--{name} is {value}, but it must be at least 1")
+        if value is not None and value < least:
+            raise ExportError(f"--{name} is {value}, but it must be at least {least}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("--device cuda needs an NVIDIA GPU, but torch finds none")
     if options.offload and options.device != "cuda":

@@ -47,6 +47,13 @@ def test_an_engine_that_lacks_a_field_makes_it_none(field, tmp_path):
     assert manifest.read(tmp_path) is None
 
 
+@pytest.mark.parametrize("field", ["verified", "made_from", "device"])
+def test_an_engine_with_a_field_of_another_type_makes_it_none(field, tmp_path):
+    engine = MANIFEST["engines"]["dit"] | {field: 3}
+    manifest.write(tmp_path, {**MANIFEST, "engines": {"dit": engine}})
+    assert manifest.read(tmp_path) is None
+
+
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, json.dumps([MANIFEST])])
 def test_what_is_no_manifest_at_all(text, tmp_path):
     (tmp_path / manifest.NAME).write_text(text)

@@ -468,6 +468,11 @@ FAILURES: dict[str, tuple[dict[str, Any], list[object], str]] = {
         [],
         "prompts.jsonl, line 2 is no JSON",
     ),
+    "deep JSON": (
+        {"prompts": b"[" * 100_000, "suffix": ".jsonl"},
+        [],
+        "prompts.jsonl, line 1 is no JSON",
+    ),
     "no prompt": (
         {"prompts": b'{"promt": "a"}\n', "suffix": ".jsonl"},
         [],
@@ -484,7 +489,8 @@ FAILURES: dict[str, tuple[dict[str, Any], list[object], str]] = {
         "prompt 2 has 1107 tokens, but at most 1024 are read",
     ),
     "size": ({}, ["--width", "40"], "width 40 of prompt 1 must be a multiple of 16"),
-    "steps": ({}, ["--steps", "0"], "--steps is 0, but it must be at least 1"),
+    "steps": ({}, ["--steps", "1"], "--steps is 1, but it must be at least 2"),
+    "height": ({}, ["--height", "0"], "--height is 0, but it must be at least 1"),
     "offload": ({}, ["--offload"], "--offload needs --device cuda"),
     "folder": ({}, ["--out", "/proc/nowhere/out"], "/proc/nowhere: "),
 }
