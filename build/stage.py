@@ -64,8 +64,8 @@ def read_entry(folder: Path) -> dict[str, Any] | None:
 def write_entry(folder: Path, made_from: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """Declares the files in `folder` a stage. Raises OSError."""
     entry = {"made_from": made_from, "result": result, "files": checksums(folder)}
-    entry["digest"] = _digest_of(entry)
-    write_whole(folder / ENTRY, (json.dumps(entry, indent=1) + "\n").encode())
+    whole = {**entry, "digest": _digest_of(entry)}
+    write_whole(folder / ENTRY, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def checksums(folder: Path) -> Checksums:

@@ -261,7 +261,11 @@ class Checkpoint:
             )
         sections = text.rope_parameters.get("mrope_section", [16, 24, 24])
         head = text.hidden_size // text.num_attention_heads
-        if not _are_numbers(sections, int) or min(sections) < 0 or 2 * sum(sections) != head:
+        if (
+            not _are_numbers(sections, int)
+            or min(sections, default=0) < 0
+            or 2 * sum(sections) != head
+        ):
             yield (
                 f"mrope_section of the text encoder is {sections!r}, but it must be whole numbers "
                 f"whose sum is half the head size ({head})"

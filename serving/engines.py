@@ -70,9 +70,10 @@ def check_machine(
         what = f"The engine {name} ({entry['artifact']})"
         if entry["library"] == "tensorrt":
             _check_tensorrt(what, entry["version"], installation, tensorrt)
+        device = entry.get("device")
         if gpu is None:
             raise ServeError(
-                f"{what} was built for {entry.get('device') or 'GPUs'} ({entry['target']}), and there "
+                f"{what} was built for {device or 'GPUs'} ({entry['target']}), and there "
                 "is no GPU here: start the server where there is one, in a container with "
                 "`--gpus all`."
             )
@@ -81,9 +82,9 @@ def check_machine(
                 f"{what} was built for {entry['target']}, and the GPU here, {gpu.name}, is "
                 f"{gpu.sm}: run `make export` with a profile for {gpu.sm}."
             )
-        if entry.get("device") not in (None, gpu.name):
+        if device not in (None, gpu.name):
             raise ServeError(
-                f"{what} was built and timed on {entry.get('device')}, and the GPU here is "
+                f"{what} was built and timed on {device}, and the GPU here is "
                 f"{gpu.name}: run `make export` on this machine."
             )
 

@@ -296,6 +296,18 @@ def test_flat_text_config(small: Path, copy_of: Callable[[Path], Path]) -> None:
     assert opened.rope_parameters["mrope_section"] == rope["mrope_section"]
 
 
+@pytest.mark.parametrize("sections", ["x", [], ["a"], [4.0, 4.0], [-4, 12], [8, 8, 8], None])
+def test_odd_sections_are_refused(
+    small: Path, copy_of: Callable[[Path], Path], sections: Any
+) -> None:
+    folder = copy_of(small)
+    config = json.loads((folder / TEXT).read_text())["text_config"]
+    config["rope_parameters"]["mrope_section"] = sections
+    edit(TEXT, text_config=config)(folder)
+    with pytest.raises(CheckpointError, match=r"mrope_section of the text encoder is .*whole numb"):
+        Checkpoint(folder)
+
+
 def test_sliding_windows_are_refused(small: Path, copy_of: Callable[[Path], Path]) -> None:
     folder = copy_of(small)
     config = json.loads((folder / TEXT).read_text())["text_config"]
