@@ -18,10 +18,10 @@ import torch
 
 from bench.common import ROOT, write_result
 from build.tiny import CHECKPOINT
-from export import entry
 from export.calibration import load_calibration
 from export.checkpoint import Checkpoint
 from export.engines import engines
+from export.export import entry
 from export.packed import PACKED, write_packed
 from export.progress import ignore_progress
 from export.recipe import EngineRecipe, load_recipe

@@ -178,7 +178,11 @@ def test_sizes_that_follow_from_others():
         (["engines", "dit", "shapes"], [], "shapes must list optimization profiles"),
         (["engines", "dit", "shapes", 0, "hight"], [1, 2, 3], "dit, shapes 0: 'hight' is unkno"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 4, 2], r"batch is \[1, 4, 2\]; it must"),
-        (["engines", "dit", "shapes", 0, "batch"], [0, 1, 2], r"from 1 to 1048576 and in this order"),
+        (
+            ["engines", "dit", "shapes", 0, "batch"],
+            [0, 1, 2],
+            r"from 1 to 1048576 and in this order",
+        ),
         (["engines", "dit", "shapes", 0, "batch"], [1, 2, 10**9], r"from 1 to 1048576 and in"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 2], "smallest, optimized for, largest"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 2, "8"], "smallest, optimized for"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +20,9 @@ from diffusers.models.transformers import transformer_qwenimage
 from safetensors.numpy import load_file, save_file
 
 from export import Checkpoint, ExportError
-from export import calibrate as module
-from export.calibrate import PROMPTS, Prompt, calibrate, check_prompts, main, read_prompts
+from export import activations as module
+from export.activations import Prompt, calibrate, check_prompts, read_prompts
+from export.calibrate import PROMPTS, main
 from export.calibration import (
     FORMAT,
     METADATA,
@@ -28,6 +32,7 @@ from export.calibration import (
 )
 from export.engines import engines
 from export.write import plan_weights
+from tests.conftest import ROOT
 
 STEPS = 2
 TEXTS = ("a red cat", "一只猫在天空，山和水", 'a sign that reads "42"')
@@ -518,3 +523,19 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(QwenImagePipeline, "__call__", interrupt)
     assert command() == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_while_libraries_are_imported(number: int, tmp_path: Path) -> None:
+    script = (
+        "import os, runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, *_):\n"
+        f"        if name == 'torch': os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "runpy.run_module('export.calibrate', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [sys.executable, "-c", script, "--checkpoint", "c", "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130
+    assert ended.stderr == "calibration interrupted: the same command goes on with it\n"

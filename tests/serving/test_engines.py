@@ -115,7 +115,9 @@ def test_a_foreign_engine_is_refused_with_both_sides(
     ],
 )
 def test_an_engine_without_a_description_is_refused(description: str, tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match=r"model\.json (cannot be read \(|does not describe)[^\n']*$"):
+    with pytest.raises(
+        ServeError, match=r"model\.json (cannot be read \(|does not describe)[^\n']*$"
+    ):
         check_repository(served(tmp_path, PLAN, description), "b300")
 
 
