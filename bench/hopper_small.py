@@ -21,10 +21,10 @@ from build.assemble import assemble
 from build.profile import load_profile
 from build.progress import ProgressBar
 from build.tiny import CALIBRATION, CHECKPOINT
-from export import entry
 from export.calibration import load_calibration
 from export.checkpoint import Checkpoint
 from export.engines import engines
+from export.export import entry
 from export.packed import PACKED, write_packed
 from export.progress import ignore_progress
 from export.recipe import EngineRecipe, load_recipe

@@ -10,7 +10,8 @@ import torch
 
 from build.manifest import digest
 from export import Checkpoint, ExportError, Progress
-from export.calibrate import PROMPTS, STEPS, calibrate, check_prompts, read_prompts
+from export.activations import calibrate, check_prompts, read_prompts
+from export.calibrate import PROMPTS, STEPS
 from export.calibration import FORMAT, read_calibration
 
 # Of a GPU's memory: what the weights in BF16 may take beside the activations.

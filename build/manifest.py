@@ -63,8 +63,41 @@ def read(repository: Path) -> dict[str, Any] | None:
         manifest = json.loads((repository / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    complete = isinstance(manifest, dict) and {"inputs", "files"} <= manifest.keys()
-    return manifest if complete and manifest.get("format") == FORMAT else None
+    return manifest if is_sound(manifest) else None
+
+
+def is_sound(manifest: Any) -> bool:
+    """Whether this is a manifest of FORMAT whose fields are there and of their types."""
+    return (
+        _holds(
+            manifest,
+            format=int,
+            profile=str,
+            inputs=str,
+            checkpoint=dict,
+            versions=dict,
+            engines=dict,
+            files=dict,
+        )
+        and manifest["format"] == FORMAT
+        and _holds(manifest["checkpoint"], fingerprint=str)
+        and all(
+            _holds(entry, artifact=str, precision=str)
+            and isinstance(entry.get("verified", {}), dict)
+            and ("library" not in entry or describes_engine(entry))
+            for entry in manifest["engines"].values()
+        )
+        and all(_holds(expected, bytes=int, sha256=str) for expected in manifest["files"].values())
+    )
+
+
+def describes_engine(description: Any) -> bool:
+    """Whether this says what an engine was built from, by what and for which GPU."""
+    return (
+        _holds(description, made_from=dict, library=str, version=str, target=str)
+        and isinstance(description.get("device"), str | None)
+        and _holds(description["made_from"], checkpoint=str, recipe=str)
+    )
 
 
 def write(repository: Path, manifest: Mapping[str, Any]) -> None:
@@ -106,6 +139,13 @@ def edited_files(repository: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 def _is_as_written(path: Path, expected: Mapping[str, Any]) -> bool:
     return path.stat().st_size == expected["bytes"] and digest(path) == expected["sha256"]
+
+
+def _holds(value: Any, **types: type) -> bool:
+    """Whether this is an object with fields of these types."""
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), wanted) for name, wanted in types.items()
+    )
 
 
 def _sha256_of(chunks: Iterable[bytes]) -> str:

@@ -26,11 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from export.graph import ExportError
 from export.packed import PACKED
-from export.recipe import COMPUTE, load_recipe
+from export.recipe import COMPUTE, load_recipe, read_yaml
 
 PROFILES = Path(__file__).parent / "profiles"
 # Runtime → its artifact. `tensorrt` is Triton's own backend, the others are those of
@@ -52,6 +50,7 @@ SIZES = {
     "dit": ("batch", "image_tokens", "text_tokens"),
     "vae_decoder": ("batch", "height", "width"),
 }
+LARGEST_SIZE = 2**20  # a picture of 16384×16384 pixels has so many tokens
 FP32 = "fp32"
 
 # A size's smallest value, the one to optimize for, the largest.
@@ -120,11 +119,11 @@ def load_profile(name: str) -> Profile:
     if name not in profile_names():
         names = ", ".join(profile_names())
         raise BuildError(f"there is no profile {name!r}; the profiles are {names}")
-    path = PROFILES / f"{name}.yaml"
     try:
-        return parse_profile(name, yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise BuildError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        data = read_yaml(PROFILES / f"{name}.yaml")
+    except ExportError as error:
+        raise BuildError(str(error)) from None
+    return parse_profile(name, data)
 
 
 def parse_profile(name: str, data: Any) -> Profile:
@@ -143,10 +142,10 @@ def parse_profile(name: str, data: Any) -> Profile:
     sound = isinstance(targets, list) and all(
         isinstance(target, str) and re.fullmatch(r"sm\d+", target) for target in targets
     )
-    if not sound or bool(targets) != bool(libraries):
+    if not sound or len(set(targets)) < len(targets) or bool(targets) != bool(libraries):
         raise BuildError(
-            f"{where}: targets is {targets!r}; it must list architectures such as sm120 where "
-            "engines are built, and be absent where none is"
+            f"{where}: targets is {targets!r}; it must list architectures such as sm120, each "
+            "once, where engines are built, and be absent where none is"
         )
     if len(libraries) > 1:
         raise BuildError(f"{where}: its engines are built by tensorrt and rtx; choose one of them")
@@ -156,7 +155,7 @@ def parse_profile(name: str, data: Any) -> Profile:
 def _engine(where: str, engine: str, data: Any) -> EngineProfile:
     _check_keys(where, data, ("runtime", "artifact", "precision"), ("shapes", "weight_streaming"))
     runtime, artifact, precision = data["runtime"], data["artifact"], data["precision"]
-    if runtime not in RUNTIMES:
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
         raise BuildError(
             f"{where}: runtime is {runtime!r}; it must be one of {', '.join(RUNTIMES)}"
         )
@@ -204,11 +203,11 @@ def _check_range(where: str, bounds: Any) -> None:
         isinstance(bounds, list)
         and len(bounds) == 3
         and all(type(bound) is int for bound in bounds)
-        and 1 <= bounds[0] <= bounds[1] <= bounds[2]
+        and 1 <= bounds[0] <= bounds[1] <= bounds[2] <= LARGEST_SIZE
     ):
         raise BuildError(
-            f"{where} is {bounds!r}; it must be [smallest, optimized for, largest], from 1 and in "
-            "this order"
+            f"{where} is {bounds!r}; it must be [smallest, optimized for, largest], from 1 to "
+            f"{LARGEST_SIZE} and in this order"
         )
 
 

@@ -1,8 +1,8 @@
 """Finished pieces of an export, kept so that an interrupted one goes on behind them.
 
 A stage is a folder with an entry file, which is written last: what the stage was made from, what
-came of it, and the checksums of the other files. A folder without an entry, made from something
-else or with other files is no stage.
+came of it, the checksums of the other files, and a digest of all that. A folder without an entry,
+with an edited one, made from something else or with other files is no stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from build.manifest import digest
+from build.manifest import digest, digest_of_inputs, is_leftover
 from export.files import write_whole
 
 ENTRY = "stage.json"
@@ -51,29 +51,34 @@ def read_stage(folder: Path, made_from: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def read_entry(folder: Path) -> dict[str, Any] | None:
-    """Returns an entry with `made_from`, `result` and `files`; None if there is none."""
+    """Returns an entry with `made_from`, `result` and `files`; None if there is none as it was
+    written."""
     try:
         entry = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
+        sound = isinstance(entry, dict) and entry.pop("digest", None) == _digest_of(entry)
     except (OSError, ValueError, RecursionError):
         return None
-    keys = ("made_from", "result", "files")
-    sound = isinstance(entry, dict) and all(isinstance(entry.get(key), dict) for key in keys)
     return entry if sound else None
 
 
 def write_entry(folder: Path, made_from: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """Declares the files in `folder` a stage. Raises OSError."""
     entry = {"made_from": made_from, "result": result, "files": checksums(folder)}
-    write_whole(folder / ENTRY, (json.dumps(entry, indent=1) + "\n").encode())
+    whole = {**entry, "digest": _digest_of(entry)}
+    write_whole(folder / ENTRY, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def checksums(folder: Path) -> Checksums:
-    """Size and SHA-256 of every file in a folder but its entry's."""
+    """Size and SHA-256 of every file in a folder but its entry's and those that some tool left."""
     return {
         path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != ENTRY
+        if path.is_file() and path.name != ENTRY and not is_leftover(path.name)
     }
+
+
+def _digest_of(entry: Mapping[str, Any]) -> str:
+    return digest_of_inputs(entry, (), Path())
 
 
 def place(folder: Path, target: Path) -> Checksums:
@@ -83,7 +88,7 @@ def place(folder: Path, target: Path) -> Checksums:
     assert entry is not None  # it was read or written a moment ago
     for name in entry["files"]:
         try:
-            os.link(folder / name, target / name)
+            os.link((folder / name).resolve(), target / name)  # what a link points to, not the link
         except OSError:  # another file system, or one without
             shutil.copyfile(folder / name, target / name)
     return entry["files"]

@@ -93,14 +93,34 @@ def read_calibration(path: Path) -> Calibration:
             if not isinstance(settings, dict) or settings.get("format") != FORMAT:
                 found = settings.get("format") if isinstance(settings, dict) else settings
                 raise ExportError(f"{path} has the format {found!r}, but only {FORMAT} is read")
+            problem = _problem(settings)
+            if problem:
+                raise ExportError(f"{foreign}, or a damaged one: its metadata {problem}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise ExportError(
             f"{path} is missing: python -m export.calibrate makes a calibration file"
         ) from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise ExportError(f"{foreign}, or a damaged one: {first_line(error)}") from None
+    for name, tensor in tensors.items():
+        rank = 0 if name.endswith("/amax") else 1
+        if tensor.dtype != np.float32 or tensor.ndim != rank or not np.isfinite(tensor).all():
+            raise ExportError(
+                f"{foreign}, or a damaged one: {name} must be finite FP32, "
+                f"{'one for each channel' if rank else 'one number'}"
+            )
     return Calibration(path, settings, tensors)
+
+
+def _problem(settings: dict[str, Any]) -> str | None:
+    """What is wrong with the metadata of a file of FORMAT; None if nothing is."""
+    checkpoint, done, total = (settings.get(name) for name in ("checkpoint", "done", "total"))
+    if not isinstance(checkpoint, str):
+        return f"name the checkpoint {checkpoint!r}, but it must be a fingerprint"
+    if type(done) is not int or type(total) is not int or not 0 <= done <= total or not total:
+        return f"have done = {done!r} of total = {total!r} prompts, but they must be counts"
+    return None
 
 
 def save_calibration(

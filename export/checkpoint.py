@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from functools import cached_property
@@ -21,6 +22,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     QwenImageTransformer2DModel,
 )
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextModel, Qwen2Tokenizer
 
 from export.files import write_whole
@@ -69,6 +71,9 @@ REQUIRED_VALUES: dict[str, dict[str, Any]] = {
     "vae": {"attn_scales": [], "input_channels": 3},
     "scheduler": {"stochastic_sampling": False, "invert_sigmas": False},
 }
+# A default size beyond this many latent pixels (4096 pixels) is a mistake.
+MAX_SAMPLE_SIZE = 512
+_LARGEST = torch.finfo(torch.float32).max
 # Config fields that tell where, or with what, a config was written.
 PROVENANCE = ("_name_or_path", "_diffusers_version", "transformers_version")
 
@@ -207,7 +212,12 @@ class Checkpoint:
         """What two fields or two files must agree on, and no class checks."""
         transformer, vae, text = self.transformer.config, self.vae.config, self.text_config
         axes, head = list(transformer.axes_dims_rope), transformer.attention_head_dim
-        if len(axes) != 3 or any(axis % 2 for axis in axes) or sum(axes) != head:
+        if (
+            len(axes) != 3
+            or not _are_numbers(axes, int)
+            or any(axis < 0 or axis % 2 for axis in axes)
+            or sum(axes) != head
+        ):
             yield (
                 f"axes_dims_rope of the transformer is {axes}, but it must be three even numbers "
                 f"whose sum is attention_head_dim ({head})"
@@ -227,6 +237,11 @@ class Checkpoint:
                 f"out_channels of the transformer is {self.transformer.out_channels}, but it must "
                 f"be a quarter of in_channels ({transformer.in_channels})"
             )
+        for field in ("latents_mean", "latents_std"):
+            if not _are_numbers(vae[field]):
+                yield f"{field} of the VAE is {vae[field]!r}, but it must list finite numbers"
+        if min(vae.latents_std, default=1) <= 0:
+            yield f"latents_std of the VAE is {vae.latents_std}, but all of it must be above 0"
         if not len(vae.latents_mean) == len(vae.latents_std) == vae.z_dim:
             yield (
                 f"latents_mean and latents_std of the VAE have {len(vae.latents_mean)} and "
@@ -246,10 +261,14 @@ class Checkpoint:
             )
         sections = text.rope_parameters.get("mrope_section", [16, 24, 24])
         head = text.hidden_size // text.num_attention_heads
-        if 2 * sum(sections) != head:
+        if (
+            not _are_numbers(sections, int)
+            or min(sections, default=0) < 0
+            or 2 * sum(sections) != head
+        ):
             yield (
-                f"mrope_section of the text encoder is {sections}, but its sum must be half the "
-                f"head size ({head})"
+                f"mrope_section of the text encoder is {sections!r}, but it must be whole numbers "
+                f"whose sum is half the head size ({head})"
             )
         if len(self.tokenizer) > text.vocab_size:
             yield (
@@ -260,18 +279,28 @@ class Checkpoint:
             yield "the tokenizer has no pad token, but batches of prompts need one"
         try:
             scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.configs["scheduler"])
-            scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=scheduler.config.base_shift)
-            sound = bool(scheduler.sigmas.isfinite().all())
+            config = scheduler.config
+            sound = True
+            for tokens in (1, (MAX_SAMPLE_SIZE // transformer.patch_size) ** 2):
+                mu = calculate_shift(
+                    tokens,
+                    config.base_image_seq_len,
+                    config.max_image_seq_len,
+                    config.base_shift,
+                    config.max_shift,
+                )
+                scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
+                sound &= math.isfinite(mu) and bool(scheduler.sigmas.isfinite().all())
         except Exception as error:  # whatever diffusers' arithmetic makes of a wrong value
             yield f"scheduler_config.json gives no schedule: {first_line(error)}"
         else:
             if not sound:
                 yield "scheduler_config.json gives a schedule with NaN or infinite sigmas"
         sample = self.index.get("_default_sample_size", 2)
-        if not isinstance(sample, int) or sample < 2 or sample % 2:
+        if not isinstance(sample, int) or not 2 <= sample <= MAX_SAMPLE_SIZE or sample % 2:
             yield (
                 f"_default_sample_size in model_index.json is {sample!r}, but it must be a "
-                "positive even number of latent pixels"
+                f"positive even number of latent pixels, at most {MAX_SAMPLE_SIZE}"
             )
 
     # ---------------------------------------------------------------------- what serving needs
@@ -358,6 +387,13 @@ class Checkpoint:
 
 
 # -------------------------------------------------------------------------- files
+
+
+def _are_numbers(values: Any, *types: type) -> bool:
+    """Whether this lists finite numbers, of one of `types` if any are named."""
+    return isinstance(values, list | tuple) and all(
+        type(value) in (types or (int, float)) and abs(value) <= _LARGEST for value in values
+    )
 
 
 def without_provenance(config: dict[str, Any]) -> dict[str, Any]:

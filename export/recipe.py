@@ -89,8 +89,19 @@ def load_recipe(name: str) -> dict[str, EngineRecipe]:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
         raise ExportError(f"there is no recipe {name!r}; the recipes are {', '.join(names)}")
-    path = RECIPES / f"{name}.yaml"
-    return parse_recipe(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return parse_recipe(name, read_yaml(RECIPES / f"{name}.yaml"))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises ExportError."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ExportError(f"{path} is no text in UTF-8") from None
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ExportError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
 
 
 def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
@@ -113,14 +124,17 @@ def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
             f"{where}: compute is {compute!r}; it must be one of {', '.join(COMPUTE)}"
         )
     formats = entry.get("formats") or {}
-    if not isinstance(formats, dict) or not all(isinstance(p, list) for p in formats.values()):
+    if not isinstance(formats, dict) or not all(
+        isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
+        for patterns in formats.values()
+    ):
         raise ExportError(f"{where}: formats must hold lists of patterns")
     _check(f"{where}: formats", formats, FORMATS)
     smooth = entry.get("smooth")
     if smooth is not None and not (isinstance(smooth, float) and 0 < smooth < 1):
         raise ExportError(f"{where}: smooth is {smooth!r}; it must be between 0 and 1")
     edge = entry.get("edge_blocks", 0)
-    if not isinstance(edge, int) or edge < 0:
+    if type(edge) is not int or edge < 0:
         raise ExportError(f"{where}: edge_blocks is {edge!r}; it must be a whole number from 0")
     edge_format = entry.get("edge_format", "keep")
     if edge_format not in FORMATS:

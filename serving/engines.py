@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from build.manifest import describes_engine
 from serving.errors import ServeError
 from serving.installation import Installation
 
@@ -42,8 +43,8 @@ def check_descriptions(repository: Path, manifest: Mapping[str, Any]) -> None:
         found = _read_description(artifact)
         served = manifest["checkpoint"]["fingerprint"]
         for what, theirs, ours in (
-            ("the checkpoint", found["made_from"].get("checkpoint"), served),
-            ("the recipe", found["made_from"].get("recipe"), entry["made_from"]["recipe"]),
+            ("the checkpoint", found["made_from"]["checkpoint"], served),
+            ("the recipe", found["made_from"]["recipe"], entry["made_from"]["recipe"]),
             ("the library", _library(found), _library(entry)),
             ("the architecture", found["target"], entry["target"]),
         ):
@@ -69,9 +70,10 @@ def check_machine(
         what = f"The engine {name} ({entry['artifact']})"
         if entry["library"] == "tensorrt":
             _check_tensorrt(what, entry["version"], installation, tensorrt)
+        device = entry.get("device")
         if gpu is None:
             raise ServeError(
-                f"{what} was built for {entry['device'] or 'GPUs'} ({entry['target']}), and there "
+                f"{what} was built for {device or 'GPUs'} ({entry['target']}), and there "
                 "is no GPU here: start the server where there is one, in a container with "
                 "`--gpus all`."
             )
@@ -80,9 +82,9 @@ def check_machine(
                 f"{what} was built for {entry['target']}, and the GPU here, {gpu.name}, is "
                 f"{gpu.sm}: run `make export` with a profile for {gpu.sm}."
             )
-        if entry["device"] not in (None, gpu.name):
+        if device not in (None, gpu.name):
             raise ServeError(
-                f"{what} was built and timed on {entry['device']}, and the GPU here is "
+                f"{what} was built and timed on {device}, and the GPU here is "
                 f"{gpu.name}: run `make export` on this machine."
             )
 
@@ -145,10 +147,9 @@ def _read_description(artifact: Path) -> dict[str, Any]:
     path = artifact.with_suffix(".json")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        sound = {"made_from", "library", "version", "target"} <= description.keys()
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ServeError(f"{path} cannot be read ({error}): run `make export` again.") from None
-    if not sound:
+    if not describes_engine(description):
         raise ServeError(f"{path} does not describe an engine: run `make export` again.")
     return dict(description)
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from build.manifest import FORMAT, digest, is_artifact
+from build.manifest import FORMAT, digest, is_artifact, is_sound
 from serving.engines import check_descriptions
 from serving.errors import ServeError
 
@@ -46,22 +46,14 @@ def check_repository(repository: Path, profile: str) -> dict[str, Any]:
 def _read_manifest(path: Path, export: str) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ServeError(f"{path} cannot be read ({error}): {export} again.") from None
-    sound = (
-        isinstance(manifest, dict)
-        and manifest.get("format") == FORMAT
-        and isinstance(manifest.get("profile"), str)
-        and isinstance(manifest.get("engines"), dict)
-        and isinstance(manifest.get("files"), dict)
-        and all(isinstance(expected, dict) for expected in manifest["files"].values())
-    )
-    if not sound:
+    if not is_sound(manifest):
         raise ServeError(
-            f"{path} is not a manifest of format {FORMAT}, the one this version reads: "
-            f"{export} again."
+            f"{path} is not a manifest of format {FORMAT}, the one this version reads, or lacks "
+            f"fields of it: {export} again."
         )
-    return manifest
+    return dict(manifest)
 
 
 def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
@@ -72,9 +64,9 @@ def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
         return None
     try:
         size = path.stat().st_size
-        if size != expected.get("bytes"):
-            return f"has {size} bytes where the manifest says {expected.get('bytes')}"
-        if size <= HASHED_BYTES and digest(path) != expected.get("sha256"):
+        if size != expected["bytes"]:
+            return f"has {size} bytes where the manifest says {expected['bytes']}"
+        if size <= HASHED_BYTES and digest(path) != expected["sha256"]:
             return "is corrupt (its SHA-256 is not the manifest's)"
     except OSError as error:
         return f"cannot be read ({error.strerror})"

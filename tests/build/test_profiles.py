@@ -19,6 +19,8 @@ from build.profile import (
     profile_names,
 )
 from build.shapes import complete_sizes, graph_inputs, optimization_profiles
+from export.graph import ExportError
+from export.recipe import load_recipe
 from serving.limits import check_limits
 from tests.conftest import ROOT
 
@@ -161,11 +163,14 @@ def test_sizes_that_follow_from_others():
         (["compute"], "fp64", "compute is 'fp64'; it must be one of fp32, bf16"),
         (["targets"], [], r"targets is \[\]; it must list architectures such as sm120"),
         (["targets"], ["120"], r"targets is \['120'\]; it must list"),
+        (["targets"], ["sm120", "sm120"], r"targets is .*it must list architectures .*, each once"),
         (["targets"], "sm120", r"targets is 'sm120'; it must list"),
         (["engines", "ditt"], {}, r"engines: 'ditt' is unknown: did you mean dit\?"),
         (["engines", "dit"], None, "dit must hold names and values, not None"),
         (["engines", "dit", "preccision"], "fp8", "'preccision' is unknown: did you mean precis"),
         (["engines", "dit", "runtime"], "cuda", "runtime is 'cuda'; it must be one of onnx"),
+        (["engines", "dit", "runtime"], ["rtx"], r"runtime is \['rtx'\]; it must be one of onnx"),
+        (["engines", "dit", "runtime"], {"a": 1}, "runtime is {'a': 1}; it must be one of onnx"),
         (["engines", "dit", "artifact"], "model.plan", "'model.plan'; that of rtx is model.rtx"),
         (["engines", "dit", "precision"], "fp6", "neither fp32 nor a recipe: .* 'fp6'; the rec"),
         (["engines", "modulation", "precision"], "fp8", "'fp8' has nothing for this engine"),
@@ -173,7 +178,12 @@ def test_sizes_that_follow_from_others():
         (["engines", "dit", "shapes"], [], "shapes must list optimization profiles"),
         (["engines", "dit", "shapes", 0, "hight"], [1, 2, 3], "dit, shapes 0: 'hight' is unkno"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 4, 2], r"batch is \[1, 4, 2\]; it must"),
-        (["engines", "dit", "shapes", 0, "batch"], [0, 1, 2], r"from 1 and in this order"),
+        (
+            ["engines", "dit", "shapes", 0, "batch"],
+            [0, 1, 2],
+            r"from 1 to 1048576 and in this order",
+        ),
+        (["engines", "dit", "shapes", 0, "batch"], [1, 2, 10**9], r"from 1 to 1048576 and in"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 2], "smallest, optimized for, largest"),
         (["engines", "dit", "shapes", 0, "batch"], [1, 2, "8"], "smallest, optimized for"),
     ],
@@ -211,8 +221,20 @@ def test_shapes_belong_to_engines_that_are_built_and_one_library_builds_them():
         parse_profile("rtx", data)
 
 
-def test_a_file_that_is_no_yaml_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"engines: {", "is no YAML: "),
+        (b"created: 2026-13-45", "is no YAML: month must be"),
+        (b"[" * 10_000, "is no YAML: "),
+        ("description: für".encode("latin-1"), "is no text in UTF-8$"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named(data, said, tmp_path, monkeypatch):
     monkeypatch.setattr("build.profile.PROFILES", tmp_path)
-    Path(tmp_path, "odd.yaml").write_text("engines: {")
-    with pytest.raises(BuildError, match=r"odd\.yaml is no YAML: "):
-        load_profile("odd")
+    monkeypatch.setattr("export.recipe.RECIPES", tmp_path)
+    Path(tmp_path, "odd.yaml").write_bytes(data)
+    for load, error in ((load_profile, BuildError), (load_recipe, ExportError)):
+        with pytest.raises(error, match=rf"odd\.yaml {said}") as caught:
+            load("odd")
+        assert "\n" not in str(caught.value)

@@ -12,9 +12,9 @@ import tensorrt_rtx
 
 from build import engine_builder, manifest
 from build.assemble import assemble
-from build.onnx_stage import open_onnx
+from build.onnx_stage import DESCRIPTION, open_onnx
 from build.profile import BuildError, load_profile
-from build.stage import read_entry
+from build.stage import ENTRY, read_entry
 from export import ExportError
 from export.calibration import FORMAT, read_calibration, save_calibration
 from serving.engines import Gpu, check_machine
@@ -254,6 +254,17 @@ def test_a_folder_that_was_damaged_on_its_way_is_refused(onnx, tmp_path):
     data[0] ^= 1
     (carried / "dit" / "model.onnx.data").write_bytes(data)
     assert "lacks dit, or it is damaged" in refused(carried, tmp_path, target="sm120")
+
+
+def test_an_entry_that_was_edited_on_its_way_is_refused(onnx, tmp_path):
+    carried = tmp_path / "carried"
+    shutil.copytree(onnx, carried)
+    for name, said in (("dit", "lacks dit, or it is"), (DESCRIPTION, "is no finished ONNX stage")):
+        path = carried / name / ENTRY
+        entry = json.loads(path.read_text())
+        path.write_text(json.dumps({**entry, "result": {}}))
+        assert said in refused(carried, tmp_path, target="sm120")
+        path.write_text(json.dumps(entry))
 
 
 def test_a_folder_that_is_no_stage_is_refused(tmp_path):

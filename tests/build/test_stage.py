@@ -1,6 +1,7 @@
 """Finished stages are kept, everything else is made anew."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -30,12 +31,21 @@ def test_a_finished_stage_is_not_made_again(tmp_path):
     assert [path.name for path in stage.parent.iterdir()] == ["dit"]
 
 
+def edit(stage, **changes):
+    path = stage / ENTRY
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda stage: (stage / ENTRY).unlink(),
         lambda stage: (stage / ENTRY).write_text((stage / ENTRY).read_text()[:-10]),
         lambda stage: (stage / ENTRY).write_text("[]"),
+        lambda stage: (stage / ENTRY).write_text("{}"),
+        lambda stage: (stage / ENTRY).write_text("[" * 100_000),
+        lambda stage: edit(stage, result={}),
+        lambda stage: edit(stage, digest=None),
         lambda stage: (stage / "engine").write_bytes(b"ENGINE"),
         lambda stage: (stage / "engine").write_bytes(b"engin"),
         lambda stage: (stage / "engine").unlink(),
@@ -50,6 +60,12 @@ def test_what_is_not_whole_is_made_again(spoil, tmp_path):
     make_stage(stage, MADE_FROM, make)
     assert read_stage(stage, MADE_FROM) == {"precision": "fp8"}
     assert {path.name for path in stage.iterdir()} == {"engine", ENTRY}
+
+
+def test_what_a_file_browser_left_does_not_count(tmp_path):
+    make_stage(tmp_path / "dit", MADE_FROM, make)
+    (tmp_path / "dit" / ".DS_Store").touch()
+    assert read_stage(tmp_path / "dit", MADE_FROM) == {"precision": "fp8"}
 
 
 def test_a_stage_made_from_something_else_is_made_again(tmp_path):
@@ -105,3 +121,14 @@ def test_files_are_placed_without_copies_where_that_can_be(links, tmp_path, monk
     assert [path.name for path in target.iterdir()] == ["engine"]
     assert Path(target, "engine").read_bytes() == b"engine"
     assert Path(target, "engine").samefile(tmp_path / "dit" / "engine") == links
+
+
+def test_files_that_were_moved_and_linked_are_placed_themselves(tmp_path):
+    make_stage(tmp_path / "dit", MADE_FROM, make)
+    moved = (tmp_path / "dit" / "engine").rename(tmp_path / "moved")
+    (tmp_path / "dit" / "engine").symlink_to("../moved")
+    target = tmp_path / "elsewhere" / "repository"
+    target.mkdir(parents=True)
+    place(tmp_path / "dit", target)
+    assert not (target / "engine").is_symlink()
+    assert (target / "engine").samefile(moved)

@@ -24,7 +24,15 @@ class FakeServer:
             shutil.copy(config, model / "config.pbtxt")
             if config.with_suffix(".py").exists():
                 shutil.copy(config.with_suffix(".py"), model / "1" / "model.py")
-        manifest = {"format": 1, "profile": "cpu", "engines": {}, "files": {}}
+        manifest = {
+            "format": 1,
+            "profile": "cpu",
+            "inputs": "",
+            "checkpoint": {"fingerprint": ""},
+            "versions": {},
+            "engines": {},
+            "files": {},
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest))
         self._triton = TritonServer(folder, log_path=folder / "log")
         self.urls = {"http": self._triton.http_url, "grpc": self._triton.grpc_url}

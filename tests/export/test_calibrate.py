@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +20,19 @@ from diffusers.models.transformers import transformer_qwenimage
 from safetensors.numpy import load_file, save_file
 
 from export import Checkpoint, ExportError
-from export import calibrate as module
-from export.calibrate import PROMPTS, Prompt, calibrate, check_prompts, main, read_prompts
-from export.calibration import Calibration, load_calibration, save_calibration
+from export import activations as module
+from export.activations import Prompt, calibrate, check_prompts, read_prompts
+from export.calibrate import PROMPTS, main
+from export.calibration import (
+    FORMAT,
+    METADATA,
+    Calibration,
+    load_calibration,
+    save_calibration,
+)
 from export.engines import engines
 from export.write import plan_weights
+from tests.conftest import ROOT
 
 STEPS = 2
 TEXTS = ("a red cat", "一只猫在天空，山和水", 'a sign that reads "42"')
@@ -347,6 +358,47 @@ def test_what_is_no_calibration_is_refused(
         load_calibration(tmp_path / "missing", "0" * 64)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"checkpoint": None}, "its metadata name the checkpoint None, but it must be a fingerpr"),
+        ({"checkpoint": 3}, "its metadata name the checkpoint 3, but it must be a fingerprint"),
+        ({"done": None}, "its metadata have done = None of total = 3 prompts, but"),
+        ({"done": "1"}, "its metadata have done = '1' of total = 3 prompts, but"),
+        ({"done": 4}, "its metadata have done = 4 of total = 3 prompts, but"),
+        ({"done": 0, "total": 0}, "its metadata have done = 0 of total = 0 prompts, but"),
+        ({"deep": "[" * 100_000 + "]" * 100_000}, "maximum recursion depth exceeded"),
+    ],
+)
+def test_edited_metadata_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    settings = {"format": FORMAT, "checkpoint": "0" * 64, "done": 3, "total": 3} | change
+    text = json.dumps({name: value for name, value in settings.items() if value is not None})
+    if "deep" in change:
+        text = text.replace(json.dumps(change["deep"]), change["deep"])
+    path = tmp_path / "ranges"
+    save_file({}, path, metadata={METADATA: text})
+    with pytest.raises(ExportError) as caught:
+        load_calibration(path, "0" * 64)
+    assert str(caught.value).startswith(f"{path} is no calibration file, or a damaged one: {said}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("amax", np.zeros(1, np.float32)),
+        ("channels", np.zeros((), np.float32)),
+        ("squares", np.zeros(3, np.float16)),
+        ("squares", np.full(3, np.nan, np.float32)),
+    ],
+)
+def test_edited_ranges_are_refused(kind: str, value: np.ndarray, tmp_path: Path) -> None:
+    settings = {"format": FORMAT, "checkpoint": "0" * 64, "done": 3, "total": 3}
+    path = tmp_path / "ranges"
+    save_file({f"dit/img_in/{kind}": value}, path, metadata={METADATA: json.dumps(settings)})
+    with pytest.raises(ExportError, match=f"dit/img_in/{kind} must be finite FP32, one "):
+        load_calibration(path, "0" * 64)
+
+
 # ---------------------------------------------------------------------- prompts
 
 
@@ -421,6 +473,11 @@ FAILURES: dict[str, tuple[dict[str, Any], list[object], str]] = {
         [],
         "prompts.jsonl, line 2 is no JSON",
     ),
+    "deep JSON": (
+        {"prompts": b"[" * 100_000, "suffix": ".jsonl"},
+        [],
+        "prompts.jsonl, line 1 is no JSON",
+    ),
     "no prompt": (
         {"prompts": b'{"promt": "a"}\n', "suffix": ".jsonl"},
         [],
@@ -437,7 +494,8 @@ FAILURES: dict[str, tuple[dict[str, Any], list[object], str]] = {
         "prompt 2 has 1107 tokens, but at most 1024 are read",
     ),
     "size": ({}, ["--width", "40"], "width 40 of prompt 1 must be a multiple of 16"),
-    "steps": ({}, ["--steps", "0"], "--steps is 0, but it must be at least 1"),
+    "steps": ({}, ["--steps", "1"], "--steps is 1, but it must be at least 2"),
+    "height": ({}, ["--height", "0"], "--height is 0, but it must be at least 1"),
     "offload": ({}, ["--offload"], "--offload needs --device cuda"),
     "folder": ({}, ["--out", "/proc/nowhere/out"], "/proc/nowhere: "),
 }
@@ -465,3 +523,19 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(QwenImagePipeline, "__call__", interrupt)
     assert command() == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_while_libraries_are_imported(number: int, tmp_path: Path) -> None:
+    script = (
+        "import os, runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, *_):\n"
+        f"        if name == 'torch': os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "runpy.run_module('export.calibrate', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [sys.executable, "-c", script, "--checkpoint", "c", "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130
+    assert ended.stderr == "calibration interrupted: the same command goes on with it\n"

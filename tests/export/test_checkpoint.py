@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -124,6 +125,34 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "means": (
         edit("vae/config.json", latents_mean=[0.0]),
         "have 1 and 16 numbers, but z_dim is 16",
+    ),
+    **{
+        f"{field} {value}": (
+            edit("vae/config.json", **{field: value}),
+            f"{field} of the VAE is .*, but it must list finite numbers",
+        )
+        for field in ("latents_mean", "latents_std")
+        for value in (3, ["a"] * 16, [True] * 16, [math.nan] * 16, [math.inf] * 16, [10**400] * 16)
+    },
+    "no deviation": (
+        edit("vae/config.json", latents_std=[0.0] * 16),
+        "latents_std of the VAE is .*, but all of it must be above 0",
+    ),
+    **{
+        f"scheduler {change}": (
+            edit("scheduler/scheduler_config.json", **change),
+            "scheduler_config.json gives (no schedule|a schedule with NaN)",
+        )
+        for change in (
+            {"max_shift": math.nan},
+            {"max_shift": 1e9},
+            {"base_shift": "x"},
+            {"max_image_seq_len": 256, "base_image_seq_len": 256},
+        )
+    },
+    "huge sample size": (
+        edit("model_index.json", _default_sample_size=10**7),
+        "_default_sample_size in model_index.json is 10000000, but it must be .* at most 512",
     ),
     "sample size": (
         edit("model_index.json", _default_sample_size=-1),
@@ -265,6 +294,18 @@ def test_flat_text_config(small: Path, copy_of: Callable[[Path], Path]) -> None:
     assert opened.hidden_size == 64
     assert opened.rope_parameters["rope_theta"] == 1e6
     assert opened.rope_parameters["mrope_section"] == rope["mrope_section"]
+
+
+@pytest.mark.parametrize("sections", ["x", [], ["a"], [4.0, 4.0], [-4, 12], [8, 8, 8], None])
+def test_odd_sections_are_refused(
+    small: Path, copy_of: Callable[[Path], Path], sections: Any
+) -> None:
+    folder = copy_of(small)
+    config = json.loads((folder / TEXT).read_text())["text_config"]
+    config["rope_parameters"]["mrope_section"] = sections
+    edit(TEXT, text_config=config)(folder)
+    with pytest.raises(CheckpointError, match=r"mrope_section of the text encoder is .*whole numb"):
+        Checkpoint(folder)
 
 
 def test_sliding_windows_are_refused(small: Path, copy_of: Callable[[Path], Path]) -> None:

@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 
 from backend.engine.hopper.layout import layout
-from export import entry
 from export.calibration import Calibration
 from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
+from export.export import entry
 from export.graph import ExportError
 from export.packed import PACKED, write_packed
 from export.progress import ignore_progress

@@ -16,7 +16,6 @@ from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor as TorchTensor
 from torch import nn
 
-import export
 from export import ExportError, export_checkpoint, ignore_progress, verify
 from export.engines import FLOAT, INT64, Engine, engines
 from export.graph import EXAMPLE_SIZES, Part, Tensor, trace
@@ -332,8 +331,8 @@ def test_an_engine_that_fails_its_check_does_not_appear(
 
     (tmp_path / "modulation").mkdir()
     (tmp_path / "modulation" / "model.onnx").write_text("old")
-    monkeypatch.setattr(export, "engines", lambda c: [engine_of(exported, "modulation")])
-    monkeypatch.setattr(export, "verify_engine", refuse)
+    monkeypatch.setattr("export.export.engines", lambda c: [engine_of(exported, "modulation")])
+    monkeypatch.setattr("export.export.verify_engine", refuse)
     with pytest.raises(ExportError):
         export_checkpoint(exported.checkpoint, tmp_path)
     assert (tmp_path / "modulation" / "model.onnx").read_text() == "old"

@@ -70,6 +70,9 @@ def make_repository(
     manifest = {
         "format": 1,
         "profile": profile,
+        "inputs": "",
+        "checkpoint": {"fingerprint": ""},
+        "versions": {},
         "engines": {},
         "files": {
             name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

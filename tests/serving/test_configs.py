@@ -43,7 +43,15 @@ def test_a_server_takes_every_configuration(profile: str, tmp_path: Path) -> Non
     for backend in ("engine", "tensorrt"):
         (tmp_path / "backends" / backend).mkdir(parents=True)
         (tmp_path / "backends" / backend / "model.py").write_text(STAND_IN)
-    manifest = {"format": 1, "profile": profile, "engines": {}, "files": {}}
+    manifest = {
+        "format": 1,
+        "profile": profile,
+        "inputs": "",
+        "checkpoint": {"fingerprint": ""},
+        "versions": {},
+        "engines": {},
+        "files": {},
+    }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with TritonServer(tmp_path, profile) as server:
         url = f"http://{server.http_url}/v2/models/dit/config"

@@ -37,6 +37,18 @@ _DTYPES: dict[str, torch.dtype] = {
     "UINT8": torch.uint8,
     "BOOL": torch.bool,
 }
+# What is read of a description.
+_FIELDS: dict[str, type] = {
+    "bytes": int,
+    "library": str,
+    "version": str,
+    "target": str,
+    "made_from": dict,
+    "weight_streaming": bool,
+    "inputs": dict,
+    "outputs": dict,
+    "profiles": list,
+}
 Shapes = Mapping[str, Sequence[int]]
 # The optimization profiles: for every input the bounds `min`, `opt` and `max` of its shape.
 Profiles = Sequence[Mapping[str, Mapping[str, Sequence[int]]]]
@@ -178,18 +190,49 @@ def read_description(artifact: Path) -> dict[str, Any]:
     path = artifact.with_suffix(".json")
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        size = description["bytes"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(
             f"{path.name}, the description of {artifact.name}, cannot be read "
             f"({type(error).__name__}: {error}): run 'make export'"
         ) from None
+    if not _is_sound(description):
+        raise EngineError(f"{path.name} does not describe {artifact.name}: run 'make export'")
+    size = description["bytes"]
     if size != artifact.stat().st_size:
         raise EngineError(
             f"{artifact.name} has {artifact.stat().st_size} bytes, and {path.name} describes one "
             f"of {size}: run 'make export'"
         )
     return description
+
+
+def _is_sound(description: Any) -> bool:
+    """Whether the fields that are read are there and of their types."""
+    if not isinstance(description, dict) or not all(
+        isinstance(description.get(name), wanted) for name, wanted in _FIELDS.items()
+    ):
+        return False
+    inputs, outputs = description["inputs"], description["outputs"]
+    return (
+        isinstance(description["made_from"].get("checkpoint"), str | None)
+        and all(
+            isinstance(tensor, dict) and isinstance(tensor.get("dtype"), str)
+            for tensor in (*inputs.values(), *outputs.values())
+        )
+        and all(
+            isinstance(profile, dict)
+            and profile.keys() == inputs.keys()
+            and all(_are_bounds(bounds) for bounds in profile.values())
+            for profile in description["profiles"]
+        )
+    )
+
+
+def _are_bounds(bounds: Any) -> bool:
+    return isinstance(bounds, dict) and all(
+        isinstance(bounds.get(name), list) and all(isinstance(size, int) for size in bounds[name])
+        for name in ("min", "max")
+    )
 
 
 def tensor_specs(tensors: Mapping[str, Mapping[str, Any]]) -> list[TensorSpec]:
@@ -328,10 +371,15 @@ def _holds(bounds: Mapping[str, Sequence[int]], shape: Sequence[int]) -> bool:
 def _served_checkpoint(artifact: Path) -> str | None:
     """Returns the fingerprint of the checkpoint that the repository around the engine is of."""
     try:  # model_repository/<model>/<version>/model.rtx
-        text = (artifact.parents[2] / "checkpoint.json").read_text(encoding="utf-8")
+        path = artifact.parents[2] / "checkpoint.json"
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, IndexError):
         return None
-    fingerprint: str | None = json.loads(text).get("fingerprint")
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{path} is no JSON ({error}): run 'make export'") from None
+    fingerprint = checkpoint.get("fingerprint") if isinstance(checkpoint, dict) else None
+    if not isinstance(fingerprint, str):
+        raise EngineError(f"{path} has no fingerprint of a checkpoint: run 'make export'")
     return fingerprint
 
 

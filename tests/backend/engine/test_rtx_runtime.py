@@ -113,8 +113,9 @@ def test_a_missing_library_says_which_one_to_install(engine, monkeypatch):
     [
         (None, r"model.json, the description of model.rtx, cannot be read \(FileNotFoundError"),
         ("{", r"model.json, the description of model.rtx, cannot be read \(JSONDecodeError"),
-        ("[]", r"model.json, the description of model.rtx, cannot be read \(TypeError"),
-        ('{"bytes": 3}', r"model.rtx has \d+ bytes, and model.json describes one of 3: "),
+        ("[" * 100_000, r"model.json, the description of model.rtx, cannot be read \(Recursion"),
+        ("[]", r"model.json does not describe model.rtx: "),
+        ('{"bytes": 3}', r"model.json does not describe model.rtx: "),
     ],
 )
 def test_an_engine_that_is_not_described_is_refused(contents, said, engine):
@@ -124,6 +125,32 @@ def test_an_engine_that_is_not_described_is_refused(contents, said, engine):
         path.write_text(contents)
     with pytest.raises(EngineError, match=rf"^{said}[^\n]*run 'make export'$"):
         Runtime(engine, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bytes": 3}, r"model.rtx has \d+ bytes, and model.json describes one of 3: "),
+        ({"made_from": None}, "model.json does not describe model.rtx: "),
+        ({"made_from": {"checkpoint": 3}}, "model.json does not describe model.rtx: "),
+        ({"inputs": {"x": {}}}, "model.json does not describe model.rtx: "),
+        ({"outputs": {"y": None}}, "model.json does not describe model.rtx: "),
+        ({"profiles": [{}]}, "model.json does not describe model.rtx: "),
+        ({"profiles": [{"x": {"min": [1, 64]}}]}, "model.json does not describe model.rtx: "),
+    ],
+)
+def test_a_description_that_was_edited_is_refused(changes, said, engine):
+    redescribe(engine, **changes)
+    with pytest.raises(EngineError, match=rf"^{said}[^\n]*run 'make export'$"):
+        Runtime(engine, {})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"fingerprint": null}'])
+def test_a_checkpoint_file_that_was_edited_is_refused(text, engine):
+    description = rtx.read_description(engine)
+    (engine.parents[2] / "checkpoint.json").write_text(text)
+    with pytest.raises(EngineError, match=r"checkpoint\.json (is|has) no .*run 'make export'$"):
+        rtx.check_fit(engine, description, description["version"], RTX_5090)
 
 
 def test_borders_that_do_not_pass_through_triton_are_refused():

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from export import entry
 from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
+from export.export import entry
 from export.packed import PACKED, write_packed
 from export.progress import ignore_progress
 from export.recipe import load_recipe

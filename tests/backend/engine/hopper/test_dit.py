@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from export import entry
 from export.checkpoint import Checkpoint
 from export.engines import engines
+from export.export import entry
 from export.packed import PACKED, write_packed
 from export.progress import ignore_progress
 from export.recipe import EngineRecipe
