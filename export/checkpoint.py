@@ -278,19 +278,8 @@ class Checkpoint:
         if self.tokenizer.pad_token_id is None:
             yield "the tokenizer has no pad token, but batches of prompts need one"
         try:
-            scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.configs["scheduler"])
-            config = scheduler.config
-            sound = True
-            for tokens in (1, (MAX_SAMPLE_SIZE // transformer.patch_size) ** 2):
-                mu = calculate_shift(
-                    tokens,
-                    config.base_image_seq_len,
-                    config.max_image_seq_len,
-                    config.base_shift,
-                    config.max_shift,
-                )
-                scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
-                sound &= math.isfinite(mu) and bool(scheduler.sigmas.isfinite().all())
+            with quiet():
+                sound = _gives_schedules(self.configs["scheduler"], transformer.patch_size)
         except Exception as error:  # whatever diffusers' arithmetic makes of a wrong value
             yield f"scheduler_config.json gives no schedule: {first_line(error)}"
         else:
@@ -387,6 +376,24 @@ class Checkpoint:
 
 
 # -------------------------------------------------------------------------- files
+
+
+def _gives_schedules(config: dict[str, Any], patch_size: int) -> bool:
+    """Whether the sigmas of the smallest and the largest picture are finite."""
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    config = scheduler.config
+    finite = True
+    for tokens in (1, (MAX_SAMPLE_SIZE // patch_size) ** 2):
+        mu = calculate_shift(
+            tokens,
+            config["base_image_seq_len"],
+            config["max_image_seq_len"],
+            config["base_shift"],
+            config["max_shift"],
+        )
+        scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
+        finite &= math.isfinite(mu) and bool(scheduler.sigmas.isfinite().all())
+    return finite
 
 
 def _are_numbers(values: Any, *types: type) -> bool:
