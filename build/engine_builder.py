@@ -34,7 +34,7 @@ RTX = "tensorrt_rtx"
 LIBRARIES = {
     "tensorrt": (
         "TensorRT",
-        "run this in the container nvcr.io/nvidia/tensorrt:<yy.mm>-py3 of the server's release, "
+        "run this in NVIDIA's container nvidia/tensorrt:<yy.mm>-py3 of the server's release, "
         "or `pip install tensorrt==<the server's version>`",
     ),
     RTX: ("TensorRT-RTX", "`pip install tensorrt-rtx`"),

@@ -95,7 +95,7 @@ def _check_tensorrt(
     if "tensorrt" not in installation.backends:
         raise ServeError(
             f"{what} is run by Triton's TensorRT backend, and {installation.binary} has none: "
-            "serve in the container nvcr.io/nvidia/tritonserver:<yy.mm>-py3."
+            "serve in NVIDIA's container nvidia/tritonserver:<yy.mm>-py3."
         )
     built_by = ".".join(version.split(".")[:3])
     if tensorrt not in (None, built_by):

@@ -215,7 +215,7 @@ def test_the_target_may_be_the_machines_gpu(chain, monkeypatch):
 @pytest.mark.parametrize(
     ("library", "said"),
     [
-        ("tensorrt", r"TensorRT is not installed .*nvcr.io/nvidia/tensorrt:<yy.mm>-py3.*`pip"),
+        ("tensorrt", r"TensorRT is not installed .*nvidia/tensorrt:<yy.mm>-py3.*`pip"),
         ("tensorrt_rtx", r"TensorRT-RTX is not installed .*`pip install tensorrt-rtx`$"),
     ],
 )

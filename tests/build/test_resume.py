@@ -217,7 +217,7 @@ def test_what_cannot_be_built_here_ends_with_a_sentence(onnx, tmp_path, monkeypa
     # Made by the same recipes.
     said = refused(onnx, tmp_path, "h200")
     assert "TensorRT is not installed" in said
-    assert "nvcr.io/nvidia/tensorrt:<yy.mm>-py3" in said
+    assert "nvidia/tensorrt:<yy.mm>-py3" in said
     assert kept in said
 
 
