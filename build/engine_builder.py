@@ -72,9 +72,10 @@ class Gpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What builds engines here. device: the GPU's name, None for TensorRT-RTX, which needs none."""
+    """What builds engines here. builder: the library. device: the GPU's name, None for
+    TensorRT-RTX, which needs none."""
 
-    library: str
+    builder: str
     version: str
     target: str
     device: str | None

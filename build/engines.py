@@ -30,9 +30,9 @@ def machine_for(profile: Profile, target: str | None) -> Machine | None:
 
     target: the one of the profile's that was named. Raises BuildError.
     """
-    if profile.library is None:
+    if profile.builder is None:
         return None
-    return find_machine(profile.library, profile.targets, target, profiles_by_target())
+    return find_machine(profile.builder, profile.targets, target, profiles_by_target())
 
 
 def profiles_by_target() -> dict[str, list[str]]:
@@ -40,13 +40,13 @@ def profiles_by_target() -> dict[str, list[str]]:
     for name in profile_names():
         profile = load_profile(name)
         for target in profile.targets:
-            result.setdefault(f"{profile.library} {target}", []).append(name)
+            result.setdefault(f"{profile.builder} {target}", []).append(name)
     return result
 
 
 def engine_folder(onnx: Path, profile: Profile, machine: Machine | None, name: str) -> Path:
     """Where the stage is from which the repository gets an engine's artifact."""
-    if machine and profile.engines[name].library:
+    if machine and profile.engines[name].builder:
         return onnx / "engines" / machine.target / name
     return onnx / name
 
@@ -61,7 +61,7 @@ def build_engines(
     result = {}
     for name, engine in profile.engines.items():
         entry = onnx.engines[name]
-        if engine.library:
+        if engine.builder:
             built = _build(onnx, profile, machine, name, progress)
             files = [engine.artifact, Path(engine.artifact).with_suffix(".json").name]
             entry = entry | built | {"artifact": engine.artifact, "files": files}
@@ -99,7 +99,7 @@ def _build(
         lambda folder: engine_builder.build_engine(
             model,
             folder / engine.artifact,
-            machine.library,
+            machine.builder,
             machine.target,
             ranges,
             folder.parent / TIMING_CACHE,

@@ -1,7 +1,7 @@
 """Checkpoint → a folder with everything up to the engines, to be carried to where they are built.
 
 <folder>/<engine>/            one stage for each engine: the graph and its weights
-<folder>/calibration.safetensors   if no other file was named
+<folder>/calibration-<key>.safetensors   if no other file was named
 <folder>/checkpoint/          a stage, written last: checkpoint.json, tokenizer.json
 <folder>/engines/<target>/    what `build.engines` makes of it
 """

@@ -72,7 +72,7 @@ class EngineProfile:
     weight_streaming: bool = False
 
     @property
-    def library(self) -> str | None:
+    def builder(self) -> str | None:
         """The library that builds the artifact; None if nothing is built."""
         return LIBRARY_OF.get(self.runtime)
 
@@ -97,9 +97,9 @@ class Profile:
     targets: tuple[str, ...] = ()
 
     @property
-    def library(self) -> str | None:
+    def builder(self) -> str | None:
         """The library that builds its engines; None if there are none to build."""
-        return next((engine.library for engine in self.engines.values() if engine.library), None)
+        return next((engine.builder for engine in self.engines.values() if engine.builder), None)
 
     @property
     def on_gpu(self) -> bool:
@@ -138,7 +138,7 @@ def parse_profile(name: str, data: Any) -> Profile:
         engine: _engine(f"{where}, {engine}", engine, fields)
         for engine, fields in data["engines"].items()
     }
-    libraries = {engine.library for engine in engines.values()} - {None}
+    libraries = {engine.builder for engine in engines.values()} - {None}
     sound = isinstance(targets, list) and all(
         isinstance(target, str) and re.fullmatch(r"sm\d+", target) for target in targets
     )

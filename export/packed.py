@@ -22,6 +22,7 @@ from torch import nn
 
 from backend.engine.hopper.layout import layout
 from export.calibration import Calibration
+from export.cast import FP32_INPUTS
 from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import ExportError
@@ -33,7 +34,6 @@ from export.write import Weight, plan_weights
 PACKED = "model.safetensors"
 FORMAT = 1  # `hopper.weights` reads this one
 BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
-FP32_BORDERS = ("timestep", "latents")  # small, and their precision shows
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def save(
 
 
 def border(name: str, tensor: Mapping[str, Any]) -> dict[str, Any]:
-    bf16 = tensor["dtype"] == "FP32" and name not in FP32_BORDERS
+    bf16 = tensor["dtype"] == "FP32" and name not in FP32_INPUTS
     return {**tensor, "dtype": "BF16"} if bf16 else dict(tensor)
 
 

@@ -157,7 +157,7 @@ class ModulationReference:
 
 
 def embed_time(model: Any, timestep: Tensor) -> Tensor:  # [B, 1] → [B, d]
-    return model.time_text_embed(timestep[:, 0], torch.empty(0, dtype=torch.float32))
+    return model.time_text_embed(timestep[:, 0], torch.empty(0, dtype=model.dtype))
 
 
 def modulate_block(block: Any, embedding: Tensor) -> Tensor:  # [B, d] → [B, 2, 6d]

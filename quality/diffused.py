@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import QwenImagePipeline
-from torch import nn
+from torch import Tensor, nn
 
 from export import Checkpoint, CheckpointError
 from quality.gate import Prompt, QualityError
@@ -68,17 +68,24 @@ class Diffused:
         text, mask = pipeline.encode_prompt(prompt.text, device=device, max_sequence_length=1024)
         tokens = torch.from_numpy(latents).to(device, dtype)
         tokens = pipeline._pack_latents(tokens, 1, channels, h, w)
-        prediction = pipeline.transformer(
-            tokens,
-            timestep=torch.tensor([level], dtype=dtype, device=device),
-            encoder_hidden_states=text,
-            encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, h // 2, w // 2)]],
-            return_dict=False,
-        )[0]
+        prediction = self.predict_tokens(tokens, text, mask, level, (h // 2, w // 2))
         scale = pipeline.vae_scale_factor
         unpacked = pipeline._unpack_latents(prediction, h * scale, w * scale, scale)
         return unpacked[0, :, 0].float().cpu().numpy()
+
+    def predict_tokens(
+        self, tokens: Tensor, text: Tensor, mask: Tensor | None, level: float, size: tuple[int, int]
+    ) -> Tensor:
+        """One call of the transformer, [1, L, 64] → [1, L, 64]; size: image tokens down, across."""
+        prediction: Tensor = self.pipeline.transformer(
+            tokens,
+            timestep=torch.tensor([level], dtype=tokens.dtype, device=tokens.device),
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, *size)]],
+            return_dict=False,
+        )[0]
+        return prediction
 
     def _size(self, prompt: Prompt) -> tuple[int, int]:
         default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor

@@ -11,7 +11,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from safetensors.numpy import save_file
 from quality.gate import Gate, Prompt, QualityError, load_gate
 from quality.run import RESULT, load_run
 from quality.served import pack, position_ids
+
+if TYPE_CHECKING:
+    from quality.diffused import Diffused
 
 ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")
 _PROMPTS = 4  # of the gate's; each with every noise level
@@ -75,7 +78,7 @@ def make_cases(
     """
     from quality.diffused import Diffused  # with diffusers, which takes seconds
 
-    modules = _Modules(Diffused(checkpoint, dtype).pipeline)
+    modules = _Modules(Diffused(checkpoint, dtype))
     # The transformer takes timesteps in its own type.
     levels = torch.from_numpy(noise["levels"]).to(getattr(torch, dtype)).tolist()
     numbers = sorted(int(key.split("_")[1]) for key in noise if key.startswith("latents_"))
@@ -140,10 +143,11 @@ def _padded(rows: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]) -> 
 class _Modules:
     """The modules of diffusers' pipeline, called with arrays."""
 
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-        self._device = pipeline._execution_device
-        self._dtype = pipeline.transformer.dtype
+    def __init__(self, diffused: Diffused) -> None:
+        self._diffused = diffused
+        self._pipeline = diffused.pipeline
+        self._device = self._pipeline._execution_device
+        self._dtype = self._pipeline.transformer.dtype
 
     @torch.no_grad()
     def encode(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
@@ -158,20 +162,10 @@ class _Modules:
 
     @torch.no_grad()
     def modulate(self, timesteps: np.ndarray) -> dict[str, np.ndarray]:
-        model = self._pipeline.transformer
-        embedding = model.time_text_embed(
-            torch.from_numpy(timesteps[:, 0]).to(self._device),
-            torch.empty(0, dtype=self._dtype, device=self._device),
-        )
-        blocks = [
-            torch.stack([block.img_mod(embedding), block.txt_mod(embedding)], 1)
-            for block in model.transformer_blocks
-        ]
-        final = model.norm_out.linear(model.norm_out.silu(embedding))
-        return {
-            "block_modulation": _array(torch.stack(blocks, 1)),
-            "final_modulation": _array(final),
-        }
+        from export.reference import modulate  # the same
+
+        values = modulate(self._pipeline.transformer, torch.from_numpy(timesteps).to(self._device))
+        return {name: _array(value) for name, value in values.items()}
 
     @torch.no_grad()
     def predict(
@@ -181,14 +175,13 @@ class _Modules:
         _, h, w = latents.shape
         tokens = _array(torch.from_numpy(pack(latents[None])).to(self._dtype))
         mask = np.ones(text.shape[:2], np.bool_)
-        prediction = self._pipeline.transformer(
+        prediction = self._diffused.predict_tokens(
             self._tensor(tokens),
-            timestep=torch.tensor([level], dtype=self._dtype, device=self._device),
-            encoder_hidden_states=self._tensor(text),
-            encoder_hidden_states_mask=torch.from_numpy(mask).to(self._device),
-            img_shapes=[[(1, h // 2, w // 2)]],
-            return_dict=False,
-        )[0]
+            self._tensor(text),
+            torch.from_numpy(mask).to(self._device),
+            level,
+            (h // 2, w // 2),
+        )
         inputs = {
             "hidden_states": tokens,
             "encoder_hidden_states": text,

@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 
 MODELS = ROOT / "model_repository"
 DROPPED_TOKENS = 34  # by QwenImagePipeline's template
-BUILT = [name for name in profile_names() if load_profile(name).library]
+BUILT = [name for name in profile_names() if load_profile(name).builder]
 # ONNX's names of dtypes → Triton's.
 DTYPES = {"FLOAT": "FP32", "BFLOAT16": "BF16"}
 

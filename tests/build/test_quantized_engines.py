@@ -21,7 +21,7 @@ BUILDS = {
     (name, target, str(engine)): (profile.name, name, engine, target)
     for profile in map(load_profile, profile_names())
     for name, engine in profile.engines.items()
-    if engine.library
+    if engine.builder
     for target in chain(TARGETS, sorted(OF_RTX.intersection(profile.targets)))
 }
 

@@ -67,6 +67,12 @@ def make_repository(
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    write_manifest(folder, profile, files)
+    return folder
+
+
+def write_manifest(folder: Path, profile: str, files: dict[str, bytes]) -> None:
+    """The manifest of a repository without engines, by the contents of its files."""
     manifest = {
         "format": 1,
         "profile": profile,
@@ -80,7 +86,6 @@ def make_repository(
         },
     }
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return folder
 
 
 def _config(backend: str, instances: int) -> bytes:

@@ -14,6 +14,7 @@ import pytest
 from build.profile import load_profile, profile_names
 from serving.server import TritonServer
 from tests.conftest import ROOT
+from tests.serving.repositories import write_manifest
 
 MODELS = ROOT / "model_repository"
 STAND_IN = """
@@ -43,16 +44,7 @@ def test_a_server_takes_every_configuration(profile: str, tmp_path: Path) -> Non
     for backend in ("engine", "tensorrt"):
         (tmp_path / "backends" / backend).mkdir(parents=True)
         (tmp_path / "backends" / backend / "model.py").write_text(STAND_IN)
-    manifest = {
-        "format": 1,
-        "profile": profile,
-        "inputs": "",
-        "checkpoint": {"fingerprint": ""},
-        "versions": {},
-        "engines": {},
-        "files": {},
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path, profile, {})
     with TritonServer(tmp_path, profile) as server:
         url = f"http://{server.http_url}/v2/models/dit/config"
         with urllib.request.urlopen(url) as answer:
