@@ -1,5 +1,6 @@
 """Processes of a server that are not children of this one."""
 
+import collections
 import contextlib
 import os
 import signal
@@ -14,6 +15,25 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The process's children, theirs and so on; none when it has ended.
+
+    psutil's own children() leaves out those that seem older than their parent, which all do for
+    whom the system's clock is set back a little in between.
+    """
+    children = collections.defaultdict(list)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            children[process.ppid()].append(process)
+    found: list[psutil.Process] = []
+    parents = [pid]
+    while parents:
+        young = children.pop(parents.pop(), [])
+        found += young
+        parents += [process.pid for process in young]
+    return found
 
 
 def kill_group(group: int) -> None:

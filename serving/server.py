@@ -26,7 +26,7 @@ from serving.errors import ServeError
 from serving.installation import Installation, find_installation
 from serving.limits import check_limits
 from serving.liveness import STUB_NAME
-from serving.processes import kill_group, wait_for_group
+from serving.processes import descendants, kill_group, wait_for_group
 from serving.repository import check_repository
 
 __all__ = ["ServeError", "Stub", "TritonServer"]
@@ -181,12 +181,8 @@ class TritonServer:
         """The living processes of the Python models."""
         if self.process is None:
             return []
-        try:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
         stubs = []
-        for child in children:
+        for child in descendants(self.process.pid):
             try:
                 command = child.cmdline()  # empty for a zombie
             except psutil.Error:

@@ -5,10 +5,10 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from serving.processes import descendants
 from serving.server import TritonServer
 from tests.conftest import ROOT
 from tests.e2e.serving_helpers import SMALL, Call, generate
@@ -47,7 +47,7 @@ def wait_for_a_picture(url, timeout):
 
 
 def stub_of(process, model):
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in descendants(process.pid):
         command = " ".join(child.cmdline())
         if "triton_python_backend_stub" in command and re.search(rf"\b{model}\b", command):
             return child.pid

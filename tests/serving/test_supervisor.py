@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from serving.processes import is_alive
+from serving.processes import descendants, is_alive
 from serving.server import TritonServer
 from serving.supervisor import Supervisor
 from tests.serving.clients import Waiting, infer
@@ -45,10 +45,13 @@ class Service:
             )
 
     def wait_for(self, text: str, times: int = 1, timeout: float = 30.0) -> None:
-        until(lambda: self.output.read_text().count(text) >= times, timeout)
+        deadline = time.monotonic() + timeout
+        while self.output.read_text().count(text) < times:
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
 
     def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return descendants(self.process.pid)
 
     def server(self) -> psutil.Process:
         return next(process for process in self.descendants() if process.name() == "tritonserver")

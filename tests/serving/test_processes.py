@@ -1,0 +1,40 @@
+import itertools
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from serving.processes import descendants, is_alive
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    """A process with one child, which has a child of its own and has told its process id."""
+    script = "sh -c 'sleep 60 & echo $$; wait' & wait"
+    with subprocess.Popen(
+        ["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        yield process
+        for child in [psutil.Process(process.pid), *descendants(process.pid)]:
+            child.kill()
+
+
+def test_descendants(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    found = descendants(parent.pid)
+    assert [process.pid for process in found][0] == child
+    assert [process.name() for process in found] == ["sh", "sleep"]
+    assert descendants(found[-1].pid) == []
+    assert all(is_alive(process) for process in found)
+
+
+def test_a_clock_that_is_set_back_hides_none(
+    parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    booted, calls = psutil.boot_time(), itertools.count()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted - next(calls))
+    assert len(descendants(parent.pid)) == 2
