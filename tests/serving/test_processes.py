@@ -24,7 +24,7 @@ def test_descendants(parent: subprocess.Popen[str]) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     found = descendants(parent.pid)
-    assert [process.pid for process in found][0] == child
+    assert found[0].pid == child
     assert [process.name() for process in found] == ["sh", "sleep"]
     assert descendants(found[-1].pid) == []
     assert all(is_alive(process) for process in found)
