@@ -331,12 +331,19 @@ def _smoothed(weight: Weight, factors: np.ndarray) -> Iterator[np.ndarray]:
 
 def scaled(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """FP32 [out, ...] → (FP8 E4M3 or INT8 [out, ...], FP32 [out]): elements and their scales."""
+    elements, scales = by_rows(partial(_scaled_rows, kind=kind), array)
+    return (to_e4m3(elements) if kind == "fp8" else elements), scales
+
+
+def _scaled_rows(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of some rows, the elements of FP8 still in FP32."""
     amax = np.abs(array.reshape(len(array), -1)).max(1)
     scales = np.maximum(amax / np.float32(LARGEST[kind]), SMALLEST).astype(np.float32)
     quotients = array / scales.reshape(-1, *[1] * (array.ndim - 1))
     if kind == "fp8":
-        return to_e4m3(quotients.clip(-448, 448)), scales
-    return np.rint(quotients).clip(-127, 127).astype(np.int8), scales
+        return np.clip(quotients, -448, 448, out=quotients), scales
+    np.rint(quotients, out=quotients)
+    return np.clip(quotients, -127, 127, out=quotients).astype(np.int8), scales
 
 
 def nvfp4(array: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
@@ -369,13 +376,18 @@ def _blocks(
 def _block_scales(blocks: np.ndarray, squares: np.ndarray, overall: np.float32) -> np.ndarray:
     """The best scale of each block: FP32 [out, in/16, 16], [in/16, 16] → E4M3 [out, in/16]."""
     magnitudes = np.abs(blocks)
+    # Written to again and again: new memory for each step would take as long as the arithmetic.
+    errors, scratch = np.empty_like(magnitudes), np.empty_like(magnitudes)
     amax = magnitudes.max(-1)
     least = np.full(amax.shape, np.inf, np.float32)
     best = np.zeros(amax.shape, ml_dtypes.float8_e4m3fn)
     for peak in BLOCK_PEAKS:
         scales = (amax / (np.float32(peak) * overall)).clip(*E4M3_SCALES).astype(best.dtype)
         wide = scales.astype(np.float32)[..., None] * overall
-        errors = nearest_e2m1(magnitudes / wide) * wide - magnitudes
+        np.divide(magnitudes, wide, out=errors)
+        round_to_e2m1(errors, scratch)
+        errors *= wide
+        errors -= magnitudes
         error = np.einsum("...i,...i,...i->...", errors, errors, squares)
         better = error < least
         least[better], best[better] = error[better], scales[better]
@@ -399,14 +411,17 @@ def to_e2m1(array: np.ndarray) -> np.ndarray:
     return codes.view(ml_dtypes.float4_e2m1fn)
 
 
-def nearest_e2m1(magnitudes: np.ndarray) -> np.ndarray:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to even; FP32, not negative.
+def round_to_e2m1(magnitudes: np.ndarray, scratch: np.ndarray) -> None:
+    """Makes each the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to even; FP32, not negative.
 
-    A cast there and back takes many times as long.
+    A cast there and back takes many times as long. scratch: of the same shape and type.
     """
-    cut = np.minimum(magnitudes, np.float32(6))
+    np.minimum(magnitudes, np.float32(6), out=magnitudes)
     # A step is half the power of two that is not above the number, 0.5 below 2. Adding 1.5 · 2²³
     # steps leaves no bits for less than one, and FP32's own rounding does the rest.
-    powers = np.maximum(cut.view(np.uint32) & 0x7F800000, 0x3F800000).view(np.float32)
-    magic = powers * np.float32(0.5 * 1.5 * 2**23)
-    return (cut + magic) - magic
+    bits = scratch.view(np.uint32)
+    np.bitwise_and(magnitudes.view(np.uint32), 0x7F800000, out=bits)
+    np.maximum(bits, 0x3F800000, out=bits)
+    scratch *= np.float32(0.5 * 1.5 * 2**23)
+    magnitudes += scratch
+    magnitudes -= scratch
