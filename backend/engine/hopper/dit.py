@@ -136,10 +136,9 @@ class Dit:
             lengths = tuple((text_mask.sum(1) + image_tokens).tolist())
         return self.replayed(*given, rest=(lengths,))
 
-    def warm_up(self) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """A small prediction: what is compiled or loaded for it serves all sizes."""
-        device, width = self.txt_norm.device, self.img_in.weight.shape[0]
-        tokens = TEXT_MULTIPLE
+        width, tokens = self.img_in.weight.shape[0], TEXT_MULTIPLE
         self(
             torch.zeros(1, tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
             torch.zeros(1, tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),

@@ -26,6 +26,10 @@ class Linear(NamedTuple):
     def fp8(self) -> bool:
         return self.scale is not None
 
+    def to(self, device: torch.device) -> Linear:
+        """The same on another device; from page-locked memory without waiting for the copy."""
+        return Linear(*(None if x is None else x.to(device, non_blocking=True) for x in self))
+
     def into(self, x: Rows, out: Tensor) -> None:
         """Writes BF16 [R, out]; `x` has the format of the weight."""
         values, scales = x

@@ -52,10 +52,10 @@ class TextEncoder:
         padded = functional.pad(input_ids, (0, -tokens % BUCKET))
         return self.replayed(padded)[:, : tokens - self.dropped_tokens]
 
-    def warm_up(self) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Records the usual lengths, which takes two calls each."""
         for tokens in range(2 * BUCKET, USUAL + 1, BUCKET):
-            ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.norm.device)
+            ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
             for _ in range(2):
                 self.replayed(ids)
 

@@ -44,10 +44,10 @@ class VaeDecoder:
         pixels = (image * 0.5 + 0.5).clamp(0, 1) * 255
         return pixels.permute(0, 2, 3, 1).round().to(torch.uint8)
 
-    def warm_up(self) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Loads the libraries."""
-        weight = self.weights["post_quant_conv.weight"]
-        self(torch.zeros(1, weight.shape[1], 16, 16, device=weight.device))
+        channels = self.weights["post_quant_conv.weight"].shape[1]
+        self(torch.zeros(1, channels, 16, 16, device=device))
 
     def convolve(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]

@@ -3,6 +3,8 @@
 Parameters of the model's configuration:
 
 - `device`: `cuda` (default), or `cpu`, where the same arithmetic runs in plain torch and slowly.
+- `weights`: `device` (default), or `host`: they stay in the host's memory, page-locked, and cross
+  over in every call. Only for `modulation`, which is called once a schedule.
 """
 
 from __future__ import annotations
@@ -52,17 +54,24 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.device = str(device)
-        weights, description = load(artifact, device)
+        on_host = stay_on_host(parameters.get("weights", "device"))
+        place = torch.device("cpu") if on_host else device
+        try:
+            weights, description = load(artifact, place, on_host and device.type == "cuda")
+            if on_host and description["engine"] != "modulation":
+                raise EngineError(
+                    "the parameter weights is 'host', which is for modulation alone; "
+                    f"{artifact.name} is of {description['engine']}"
+                )
+            self._engine = _ENGINES[description["engine"]](weights, description["config"])
+            with torch.inference_mode():
+                self._engine.warm_up(device)
+        except RuntimeError as error:  # torch's, out of memory among them
+            raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
         self.inputs, self.outputs = (
             [TensorSpec(name, tensor["dtype"]) for name, tensor in description[border].items()]
             for border in ("inputs", "outputs")
         )
-        try:
-            self._engine = _ENGINES[description["engine"]](weights, description["config"])
-            with torch.inference_mode():
-                self._engine.warm_up()
-        except RuntimeError as error:  # torch's, out of memory among them
-            raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
 
     @torch.inference_mode()
     def run(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,6 +119,13 @@ def choose_device(name: str, gpu: int, artifact: str) -> torch.device:
             f", is SM{capability[0]}{capability[1]}: run 'make export' with a profile for it"
         )
     return torch.device(name, gpu)
+
+
+def stay_on_host(weights: str) -> bool:
+    """Raises EngineError if the parameter is wrong."""
+    if weights not in ("device", "host"):
+        raise EngineError(f"the parameter weights is {weights!r}; it must be device or host")
+    return weights == "host"
 
 
 def one_line(error: Exception) -> str:

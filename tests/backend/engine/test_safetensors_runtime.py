@@ -112,6 +112,31 @@ def test_refuses_an_unknown_device(written: Path) -> None:
     assert "it must be cuda or cpu" in refusal(written, {"device": "gpu"})
 
 
+def test_refuses_an_unknown_place_for_weights(written: Path) -> None:
+    assert "it must be device or host" in refusal(written, {"device": "cpu", "weights": "disk"})
+
+
+def test_modulation_computes_from_weights_on_the_host(written: Path) -> None:
+    given = {"timestep": torch.tensor([[0.9], [0.1]])}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usual, other = (
+        Runtime(written, {"device": device, "weights": place}).run(given)
+        for place in ("device", "host")
+    )
+    assert usual.keys() == other.keys()
+    for name in usual:
+        assert other[name].device.type == device
+        assert torch.equal(usual[name], other[name])
+
+
+def test_only_modulation_has_its_weights_on_the_host(
+    checkpoint: Checkpoint, made: dict[str, Engine], tmp_path: Path
+) -> None:
+    write(made["dit"], checkpoint, "bf16", tmp_path)
+    said = refusal(tmp_path / PACKED, {"device": "cpu", "weights": "host"})
+    assert said.endswith("is for modulation alone; model.safetensors is of dit")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_needs_a_gpu_unless_told_otherwise(written: Path) -> None:
     assert "torch finds none here" in refusal(written, {})
