@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,15 +31,12 @@ from torch.nn import functional
 
 from bench import hopper_engines as full
 from bench.gpu_timing import kernel_times, median_ms
+from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, stock_step
 from bench.roofline import ROOF, Work, dit_work
-from hopper import dit as hopper_dit
-from hopper.dit import Dit
-from hopper.modulation import Modulation
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd")
-TEXT_TOKENS = 128
 SIGMAS = (0.95, 0.6, 0.2)
 # Latent patches down and across; two rows are one guided step.
 STEPS = {
@@ -52,93 +49,6 @@ STEPS = {
     "1472×1104 guided": (2, 92, 69),
     "1584×1056 guided": (2, 99, 66),
 }
-Inputs = dict[str, Tensor]
-
-
-def fp8_blocks(layer: str) -> bool:
-    """The layers that the benchmark quantizes: all of the blocks'."""
-    return layer.startswith(("transformer_blocks.", "layers."))
-
-
-class Models:
-    """The stock transformer and the engines made of it."""
-
-    def __init__(self, initialized: bool = False, quantized: Callable[[str], bool] = fp8_blocks):
-        self.stock = full.transformer(initialized)
-        self.weights = full.packed("dit", self.stock, quantized)
-        self.dit = Dit(self.weights, full.DIT_CONFIG)
-        packed = full.packed("modulation", self.stock, lambda _: False)
-        self.modulation = Modulation(packed, full.DIT_CONFIG)
-
-    def inputs(
-        self, batch: int, height: int, width: int, sigma: float = 0.6, valid: Any = None
-    ) -> Inputs:
-        """Random ones; valid: text tokens of each row, all by default."""
-        generator = torch.Generator("cuda").manual_seed(batch * height + width)
-        counts = torch.tensor(valid or [TEXT_TOKENS] * batch, device="cuda")
-        text = torch.arange(TEXT_TOKENS, device="cuda")
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
-
-        timestep = torch.full((batch, 1), sigma, device="cuda").bfloat16().float()
-        blocks, final = self.modulation(timestep)
-        return {
-            "hidden_states": normal(batch, height * width, 64),
-            "encoder_hidden_states": normal(batch, TEXT_TOKENS, full.TEXT_CONFIG.hidden_size),
-            "text_mask": text < counts[:, None],
-            "position_ids": positions(height, width).expand(batch, -1, -1).contiguous(),
-            "block_modulation": blocks,
-            "final_modulation": final,
-        }
-
-    def expected(self, inputs: Inputs, height: int, width: int, sigma: float) -> Tensor:
-        """The stock module's prediction."""
-        batch = len(inputs["hidden_states"])
-        return stock_step(self.stock, inputs, [[(1, height, width)]] * batch, sigma)
-
-    def use_fp8_attention(self) -> None:
-        """Takes the values' scales from one prediction, then uses it."""
-        largest: list[Tensor] = []
-        attend = hopper_dit.attend
-
-        def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-            largest.append(v.abs().max().float().view(1))
-            return attend(q, k, v, *arguments)
-
-        hopper_dit.attend = recorded
-        lengths = (4096 + TEXT_TOKENS,) * 2 if self.dit.needs_lengths else ()
-        self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
-        hopper_dit.attend = attend
-        for i, value in enumerate(largest):
-            self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
-        self.dit = Dit(self.weights, full.DIT_CONFIG)
-
-
-def stock_step(stock: Any, inputs: Inputs, shapes: Any, sigma: float) -> Tensor:
-    mask = inputs["text_mask"]
-    prediction: Tensor = stock(
-        hidden_states=inputs["hidden_states"],
-        encoder_hidden_states=inputs["encoder_hidden_states"],
-        encoder_hidden_states_mask=None if mask.all() else mask,
-        timestep=torch.full((len(mask),), sigma, device="cuda").bfloat16(),
-        img_shapes=shapes,
-        return_dict=False,
-    )[0]
-    return prediction
-
-
-def positions(height: int, width: int) -> Tensor:
-    """INT32 [1, T + L, 3], as the pipeline counts: the image's are centred, the text's follow."""
-    down = torch.arange(height, device="cuda") - (height - height // 2)
-    across = torch.arange(width, device="cuda") - (width - width // 2)
-    image = torch.stack(
-        [torch.zeros(height * width, device="cuda", dtype=torch.int64)]
-        + [axis.flatten() for axis in torch.meshgrid(down, across, indexing="ij")],
-        dim=1,
-    )
-    text = torch.arange(TEXT_TOKENS, device="cuda") + max(height // 2, width // 2)
-    return torch.cat([text[:, None].expand(-1, 3), image]).int()[None]
 
 
 def cosine(result: Tensor, expected: Tensor) -> float:

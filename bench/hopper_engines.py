@@ -12,7 +12,10 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
+from hopper import dit as hopper_dit
+from hopper.dit import Dit
 from hopper.layout import layout
+from hopper.modulation import Modulation
 from hopper.ops import quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,6 +46,7 @@ DIT_CONFIG: dict[str, Any] = {
     "axes_dims_rope": (16, 56, 56),
 }
 VAE_CONFIG: dict[str, Any] = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+TEXT_TOKENS = 128
 MODULATION = re.compile(r"(time_text_embed|norm_out)\.|.*\.(img|txt)_mod\.")
 
 # (pattern of a tensor's name, mean, gain): a vector has the standard deviation `gain`, a matrix
@@ -58,6 +62,9 @@ GAINS: list[tuple[str, float, float]] = [
     (r"\.bias$", 0.0, 0.2),
     (r"", 0.0, 1.0),
 ]
+
+
+Inputs = dict[str, Tensor]
 
 
 def random_module(build: Callable[[], Any], seed: int) -> Any:
@@ -141,3 +148,89 @@ def single_frame(tensor: Tensor) -> Tensor:
     if tensor.ndim == 5:
         tensor = tensor[:, :, -1]
     return tensor if tensor.ndim < 3 or tensor.shape[1:].numel() > 1 else tensor.squeeze()
+
+
+def fp8_blocks(layer: str) -> bool:
+    """The layers that the benchmark quantizes: all of the blocks'."""
+    return layer.startswith(("transformer_blocks.", "layers."))
+
+
+class Models:
+    """The stock transformer and the engines made of it."""
+
+    def __init__(self, initialized: bool = False, quantized: Callable[[str], bool] = fp8_blocks):
+        self.stock = transformer(initialized)
+        self.weights = packed("dit", self.stock, quantized)
+        self.dit = Dit(self.weights, DIT_CONFIG)
+        weights = packed("modulation", self.stock, lambda _: False)
+        self.modulation = Modulation(weights, DIT_CONFIG)
+
+    def inputs(
+        self, batch: int, height: int, width: int, sigma: float = 0.6, valid: Any = None
+    ) -> Inputs:
+        """Random ones; valid: text tokens of each row, all by default."""
+        generator = torch.Generator(DEVICE).manual_seed(batch * height + width)
+        counts = torch.tensor(valid or [TEXT_TOKENS] * batch, device=DEVICE)
+        text = torch.arange(TEXT_TOKENS, device=DEVICE)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=DEVICE, generator=generator).bfloat16()
+
+        timestep = torch.full((batch, 1), sigma, device=DEVICE).bfloat16().float()
+        blocks, final = self.modulation(timestep)
+        return {
+            "hidden_states": normal(batch, height * width, 64),
+            "encoder_hidden_states": normal(batch, TEXT_TOKENS, TEXT_CONFIG.hidden_size),
+            "text_mask": text < counts[:, None],
+            "position_ids": positions(height, width).expand(batch, -1, -1).contiguous(),
+            "block_modulation": blocks,
+            "final_modulation": final,
+        }
+
+    def expected(self, inputs: Inputs, height: int, width: int, sigma: float) -> Tensor:
+        """The stock module's prediction."""
+        batch = len(inputs["hidden_states"])
+        return stock_step(self.stock, inputs, [[(1, height, width)]] * batch, sigma)
+
+    def use_fp8_attention(self) -> None:
+        """Takes the values' scales from one prediction, then uses it."""
+        largest: list[Tensor] = []
+        attend = hopper_dit.attend
+
+        def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+            largest.append(v.abs().max().float().view(1))
+            return attend(q, k, v, *arguments)
+
+        hopper_dit.attend = recorded
+        lengths = (4096 + TEXT_TOKENS,) * 2 if self.dit.needs_lengths else ()
+        self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
+        hopper_dit.attend = attend
+        for i, value in enumerate(largest):
+            self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
+        self.dit = Dit(self.weights, DIT_CONFIG)
+
+
+def stock_step(stock: Any, inputs: Inputs, shapes: Any, sigma: float) -> Tensor:
+    mask = inputs["text_mask"]
+    prediction: Tensor = stock(
+        hidden_states=inputs["hidden_states"],
+        encoder_hidden_states=inputs["encoder_hidden_states"],
+        encoder_hidden_states_mask=None if mask.all() else mask,
+        timestep=torch.full((len(mask),), sigma, device=DEVICE).bfloat16(),
+        img_shapes=shapes,
+        return_dict=False,
+    )[0]
+    return prediction
+
+
+def positions(height: int, width: int) -> Tensor:
+    """INT32 [1, T + L, 3], as the pipeline counts: the image's are centred, the text's follow."""
+    down = torch.arange(height, device=DEVICE) - (height - height // 2)
+    across = torch.arange(width, device=DEVICE) - (width - width // 2)
+    image = torch.stack(
+        [torch.zeros(height * width, device=DEVICE, dtype=torch.int64)]
+        + [axis.flatten() for axis in torch.meshgrid(down, across, indexing="ij")],
+        dim=1,
+    )
+    text = torch.arange(TEXT_TOKENS, device=DEVICE) + max(height // 2, width // 2)
+    return torch.cat([text[:, None].expand(-1, 3), image]).int()[None]
