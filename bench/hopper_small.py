@@ -4,7 +4,7 @@
 
 Noise predictions for the gate's prompts (`quality/gates/tiny`) against diffusers' in FP32, the
 lowest cosine of eight at each level of noise. On a GPU by the kernels, elsewhere by what they
-compute in torch, but for attention in FP8, of which the softmax's result stays exact there.
+compute in torch.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VARIANTS: dict[str, dict[str, str]] = {
     "bf16": {},
     "the DiT by fp8-rows": {"dit": "fp8-rows"},
+    "the DiT by fp8-rows-attention": {"dit": "fp8-rows-attention"},
     "the DiT by fp8": {"dit": "fp8"},
     "the DiT and the text encoder by fp8": {"text_encoder": "fp8", "dit": "fp8"},
     "the DiT by fp8-attention": {"dit": "fp8-attention"},
@@ -101,7 +102,7 @@ def lowest_cosines(made: Engines) -> dict[str, float]:
 
 def pictures(folder: Path) -> dict[str, Any]:
     """The gate's pictures by the whole profile, served on the CPU."""
-    assemble(CHECKPOINT, load_profile("h200-torch"), folder / "gpu")
+    assemble(CHECKPOINT, load_profile("h200-torch"), folder / "gpu", calibration=CALIBRATION)
     repository = hopper_on_cpu(folder / "gpu", folder / "cpu")
     gate = load_gate(ROOT / "quality" / "gates" / "tiny")
     assert gate.reference is not None

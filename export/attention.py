@@ -20,18 +20,21 @@ _ORDER = {"query": (0, 2, 1, 3), "key": (0, 2, 3, 1), "value": (0, 2, 1, 3)}  # 
 
 def quantize_attention(
     graph: ir.Graph,
-    name_of: Callable[[ir.Node], str],
+    name_of: Callable[[ir.Node], str | None],
     channels: Callable[[str], np.ndarray],
 ) -> None:
-    """Replaces every Attention of the graph in place.
+    """Replaces the graph's Attention operators in place.
 
     Args:
-        name_of: the attention module's name, such as `transformer_blocks.0.attn`.
+        name_of: the attention module's name, such as `transformer_blocks.0.attn`; None for one that
+            stays.
         channels: the largest absolute values of `<module>.query`, `.key` and `.value`, FP32
             [heads · head size].
     """
     for node in [node for node in graph if node.op_type == "Attention"]:
         name = name_of(node)
+        if name is None:
+            continue
         ranges = {part: channels(f"{name}.{part}") for part in PARTS}
         size = len(ranges["query"]) // node.attributes["q_num_heads"].as_int()
         attention = _Attention(graph, node, name, size)

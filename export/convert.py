@@ -58,9 +58,14 @@ def convert_engine(
         converted = quantize(model, converted, formats, activations, recipe.smooth)
     if recipe.attention:
         assert calibration is not None
+        edges = recipe.edges(engine.blocks)
         quantize_attention(
             model.graph,
-            lambda node: f"{engine.blocks_prefix}.{block_number(node)}.attn",
+            lambda node: (
+                None
+                if block_number(node) in edges
+                else f"{engine.blocks_prefix}.{block_number(node)}.attn"
+            ),
             lambda name: calibration.channels(f"{engine.name}/{name}"),
         )
     if recipe.compute == "fp32" and "nvfp4" in formats.values():
@@ -76,9 +81,9 @@ def convert_engine(
     return described | ({"attention": recipe.attention} if recipe.attention else {})
 
 
-def block_number(node: ir.Node) -> str:
+def block_number(node: ir.Node) -> int:
     """Of the block that a node is of: its name is `block.<number>/…`."""
-    return str(node.name).split("/")[0].removeprefix("block.")
+    return int(str(node.name).split("/")[0].removeprefix("block."))
 
 
 def write_checked(

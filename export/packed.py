@@ -88,7 +88,7 @@ def write_packed(
                 f"{recipe.where} needs the ranges of the attention's values: make them with "
                 "`python -m export.calibrate` and name the file as CALIBRATION"
             )
-        packed += largest_values(engine, calibration)
+        packed += largest_values(engine, calibration, recipe.edges(engine.blocks))
     described = {
         direction: {name: border(name, tensor) for name, tensor in borders[direction].items()}
         for direction in ("inputs", "outputs")
@@ -134,9 +134,9 @@ def pack(engine: str, weights: Mapping[str, Weight], quantized: set[str]) -> lis
     return packed
 
 
-def largest_values(engine: Engine, calibration: Calibration) -> Iterator[Packed]:
-    """For each block the largest absolute value that its attention mixes."""
-    for i in range(engine.blocks):
+def largest_values(engine: Engine, calibration: Calibration, edges: set[int]) -> Iterator[Packed]:
+    """The largest absolute value that a block's attention mixes, for each but those at the ends."""
+    for i in sorted({*range(engine.blocks)} - edges):
         block = f"{engine.blocks_prefix}.{i}"
         amax = np.array([calibration.amax(f"{engine.name}/{block}.attn.value")], np.float32)
         yield Packed([], {f"{block}.attention.largest_value": ("F32", (1,))}, amax)

@@ -47,6 +47,11 @@ class EngineRecipe:
     edge_format: str = "keep"
     attention: str | None = None
 
+    def edges(self, blocks: int) -> set[int]:
+        """The blocks at either end that `edge_format` is for, of so many; their attention stays."""
+        edge = min(self.edge_blocks, blocks // 3)
+        return {*range(edge), *range(blocks - edge, blocks)}
+
     def assign(self, layers: Iterable[str], blocks: int) -> dict[str, str]:
         """The format of each layer that does not stay as it is.
 
@@ -58,8 +63,7 @@ class EngineRecipe:
         patterns = [(pattern, name) for name, found in self.formats.items() for pattern in found]
         used = set()
         result = {}
-        edge = min(self.edge_blocks, blocks // 3)
-        edges = {*range(edge), *range(blocks - edge, blocks)}
+        edges = self.edges(blocks)
         for layer in layers:
             matches = [(pattern, name) for pattern, name in patterns if fnmatchcase(layer, pattern)]
             if len(matches) != 1:

@@ -8,6 +8,7 @@ import pytest
 
 from build.assemble import assemble
 from build.profile import load_profile
+from build.tiny import CALIBRATION
 from serving.engines import find_gpu
 from serving.errors import ServeError
 from serving.server import TritonServer
@@ -18,7 +19,7 @@ from tests.e2e.serving_helpers import generate, hopper_on_cpu
 @pytest.fixture(scope="module")
 def exported(tiny_checkpoint):
     repository = ROOT / "artifacts" / "tests" / "h200-torch"
-    assemble(tiny_checkpoint, load_profile("h200-torch"), repository)
+    assemble(tiny_checkpoint, load_profile("h200-torch"), repository, calibration=CALIBRATION)
     return repository
 
 
@@ -26,6 +27,7 @@ def test_the_manifest_says_what_is_in_fp8(exported):
     engines = json.loads((exported / "manifest.json").read_text())["engines"]
     # Two of the six blocks: two at either end, and three layers outside, stay in BF16.
     assert engines["dit"]["layers"] == {"fp8": 2 * 12, "bf16": 4 * 12 + 3}
+    assert engines["dit"]["attention"] == "fp8"
     for engine in engines.values():
         assert (engine["runtime"], engine["artifact"]) == ("safetensors", "model.safetensors")
         assert engine["verified"]["max_abs_error"] <= 1  # of the graph, in FP32; of pixels, of 255

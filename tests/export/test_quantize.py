@@ -416,10 +416,18 @@ def test_a_quantizing_recipe_needs_ranges(written: Written, tmp_path: Path) -> N
         convert_engine(written.engines["dit"], model, weights, recipe, empty, tmp_path, ignore)
 
 
-def test_fp8_attention_is_the_only_difference() -> None:
-    plain, with_attention = load_recipe("fp8")["dit"], load_recipe("fp8-attention")["dit"]
+@pytest.mark.parametrize("name", ["fp8", "fp8-rows"])
+def test_fp8_attention_is_the_only_difference(name: str) -> None:
+    plain, with_attention = (load_recipe(each)["dit"] for each in (name, f"{name}-attention"))
     assert with_attention.attention == "fp8" and plain.attention is None
     assert replace(with_attention, attention=None, name=plain.name, where=plain.where) == plain
+
+
+def test_attention_at_the_ends_stays(written: Written, tmp_path: Path) -> None:
+    written.convert("dit", "fp8-attention", "fp32", tmp_path, edge_blocks=1)
+    graph = ir.load(tmp_path / "model.onnx").graph
+    blocks = [str(node.name).split("/")[0] for node in graph if node.op_type == "Attention"]
+    assert blocks == ["block.0", f"block.{written.engines['dit'].blocks - 1}"]
 
 
 def test_fp8_attention_computes_nearly_the_same(written: Written, tmp_path: Path) -> None:

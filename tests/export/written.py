@@ -100,9 +100,11 @@ class Written:
             tensors[f"{name}/{key}/channels"] = np.abs(values[str(value.name)]).max((0, 1))
         return Calibration(path, {}, tensors)
 
-    def convert(self, name: str, recipe: str, compute: str, folder: Path) -> dict[str, Any]:
+    def convert(
+        self, name: str, recipe: str, compute: str, folder: Path, edge_blocks: int = 0
+    ) -> dict[str, Any]:
         model = ir.load(self.folder / name / "model.onnx")
-        chosen = replace(load_recipe(recipe)[name], compute=compute, edge_blocks=0)
+        chosen = replace(load_recipe(recipe)[name], compute=compute, edge_blocks=edge_blocks)
         ranges = self.calibration(name) if chosen.formats else None
         return convert_engine(
             self.engines[name], model, self.weights[name], chosen, ranges, folder, ignore

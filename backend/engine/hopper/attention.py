@@ -74,16 +74,18 @@ def attend(
         ends, longest = samples.ends, samples.longest
         out = kernels.flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, v_descale=scale)
         return out.flatten(1)
+    one = _attend
     if v_descale is not None:
-        q, k, v = q.bfloat16(), k.bfloat16(), (v.float() * v_descale).bfloat16()
+        q, k, v, one = q.float(), k.float(), v.float() * v_descale, _attend_e4m3
     lengths = samples.lengths
     if len(set(lengths)) == 1:
-        return _attend(q, k, v, len(lengths), lengths[0])
-    out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
+        return one(q, k, v, len(lengths), lengths[0])
+    dtype = q.dtype if v_descale is None else torch.bfloat16
+    out = torch.empty(len(q), q[0].numel(), dtype=dtype, device=q.device)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
-        out[rows] = _attend(q[rows], k[rows], v[rows], 1, length)
+        out[rows] = one(q[rows], k[rows], v[rows], 1, length)
         start += length
     return out
 
@@ -95,3 +97,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
     with sdpa_kernel(backends, set_priority=True):
         out = functional.scaled_dot_product_attention(*heads)
     return out.transpose(1, 2).reshape(batch * length, -1)
+
+
+def _attend_e4m3(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
+    """As FlashAttention-3 computes from E4M3: the softmax's numerators are rounded to it, too, with
+    256 for the largest of a row, and their sum is not. q, k, v: FP32."""
+    heads = [x[: batch * length].unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v)]
+    scores = heads[0] @ heads[1].transpose(2, 3) * q.shape[-1] ** -0.5
+    weights = 256 * (scores - scores.amax(-1, keepdim=True)).exp()
+    out = weights.to(torch.float8_e4m3fn).float() @ heads[2] / weights.sum(-1, keepdim=True)
+    return out.transpose(1, 2).reshape(batch * length, -1).bfloat16()
