@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import statistics
 from collections.abc import Callable
@@ -9,6 +11,22 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd", "nvidia-pytriton")
+
+
+def gpu_machine() -> dict[str, Any]:
+    """The first GPU and what is around it."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "cudnn": torch.backends.cudnn.version(),
+        "cuda": torch.version.cuda,
+    }
 
 
 def median_ms(work: Callable[[], Any], repeats: int = 10, warm_up: int = 3) -> float:

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +27,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench import hopper_engines as full
-from bench.gpu_timing import kernel_times, median_ms
+from bench import hopper_repository, hopper_requests
+from bench.common import Stopwatch, versions
+from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
 from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, stock_step
 from bench.roofline import ROOF, Work, dit_work
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd")
 SIGMAS = (0.95, 0.6, 0.2)
 # Latent patches down and across; two rows are one guided step.
 STEPS = {
@@ -245,32 +243,22 @@ def start(result: dict[str, Any]) -> Iterator[None]:
     yield
 
 
+def requests(result: dict[str, Any]) -> Iterator[None]:
+    """Through Triton, whole: a repository of full size, served."""
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "repository"
+        watch = Stopwatch()
+        hopper_repository.make(repository)
+        result["repository_made_in_s"] = round(watch.seconds(), 1)
+        for found in hopper_requests.measure(repository):
+            result |= found
+            yield
+
+
 PARTS = {
-    part.__name__: part for part in (dit, torch_init, baselines, text_encoder, vae_decoder, start)
+    part.__name__: part
+    for part in (dit, torch_init, baselines, text_encoder, vae_decoder, start, requests)
 }
-
-
-def machine() -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_gb": round(properties.total_memory / 1e9, 1),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "cudnn": torch.backends.cudnn.version(),
-        "cuda": torch.version.cuda,
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def print_table(parts: dict[str, Any], prefix: str = "") -> None:
@@ -291,7 +279,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/hopper.json"))
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "hopper", "weights": "random, by bench.hopper_engines"}
-    result |= {"machine": machine(), "versions": versions(), "parts": {}}
+    result |= {"machine": gpu_machine(), "versions": versions(*PACKAGES), "parts": {}}
     if arguments.out.is_file():
         before = json.loads(arguments.out.read_text(encoding="utf-8"))
         if before["machine"] == result["machine"] and before["versions"] == result["versions"]:

@@ -4,7 +4,7 @@ engines for Hopper from the same weights."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
+from export.recipe import load_recipe
 from hopper import dit as hopper_dit
 from hopper.dit import Dit
 from hopper.layout import layout
@@ -40,11 +41,18 @@ TEXT = {
     "rope_theta": 1e6,
     "dropped_tokens": 34,  # of the prompt's template
 }
-DIT_CONFIG: dict[str, Any] = {
+TRANSFORMER: dict[str, Any] = {
     "num_layers": 60,
+    "num_attention_heads": 24,
     "attention_head_dim": 128,
+    "joint_attention_dim": 3584,
     "axes_dims_rope": (16, 56, 56),
 }
+# Of which the forward pass is told:
+DIT_CONFIG = {
+    name: TRANSFORMER[name] for name in ("num_layers", "attention_head_dim", "axes_dims_rope")
+}
+VAE: dict[str, Any] = {"base_dim": 96}
 VAE_CONFIG: dict[str, Any] = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 TEXT_TOKENS = 128
 MODULATION = re.compile(r"(time_text_embed|norm_out)\.|.*\.(img|txt)_mod\.")
@@ -93,17 +101,17 @@ def transformer(initialized: bool) -> Any:
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         with torch.device(DEVICE):
-            module = QwenImageTransformer2DModel().eval().requires_grad_(False)
+            module = QwenImageTransformer2DModel(**TRANSFORMER).eval().requires_grad_(False)
         torch.set_default_dtype(default)
     else:
-        module = random_module(QwenImageTransformer2DModel, 1)
+        module = random_module(lambda: QwenImageTransformer2DModel(**TRANSFORMER), 1)
     # Its rotary table is no buffer, so that it stayed where the module was made.
-    module.pos_embed = QwenImageTransformer2DModel(num_layers=0).pos_embed
+    module.pos_embed = QwenImageTransformer2DModel(**TRANSFORMER | {"num_layers": 0}).pos_embed
     return module
 
 
 def vae() -> Any:
-    return random_module(AutoencoderKLQwenImage, 2)
+    return random_module(lambda: AutoencoderKLQwenImage(**VAE), 2)
 
 
 def language_model() -> Any:
@@ -150,6 +158,15 @@ def single_frame(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim < 3 or tensor.shape[1:].numel() > 1 else tensor.squeeze()
 
 
+def in_fp8(recipe: str) -> Callable[[str], bool]:
+    """Whether a recipe of the DiT has a layer in FP8."""
+    with torch.device("meta"):
+        module = QwenImageTransformer2DModel(**TRANSFORMER)
+    linear = [name for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+    formats = load_recipe(recipe)["dit"].assign(belonging("dit", linear), TRANSFORMER["num_layers"])
+    return lambda weight: formats.get(weight.removesuffix(".weight")) == "fp8"
+
+
 def fp8_blocks(layer: str) -> bool:
     """The layers that the benchmark quantizes: all of the blocks'."""
     return layer.startswith(("transformer_blocks.", "layers."))
@@ -192,8 +209,8 @@ class Models:
         batch = len(inputs["hidden_states"])
         return stock_step(self.stock, inputs, [[(1, height, width)]] * batch, sigma)
 
-    def use_fp8_attention(self) -> None:
-        """Takes the values' scales from one prediction, then uses it."""
+    def use_fp8_attention(self, but: Collection[int] = ()) -> None:
+        """Takes the values' scales from one prediction, then uses it in all blocks but some."""
         largest: list[Tensor] = []
         attend = hopper_dit.attend
 
@@ -206,7 +223,8 @@ class Models:
         self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
         hopper_dit.attend = attend
         for i, value in enumerate(largest):
-            self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
+            if i not in but:
+                self.weights[f"transformer_blocks.{i}.attention.largest_value"] = value
         self.dit = Dit(self.weights, DIT_CONFIG)
 
 

@@ -1,0 +1,118 @@
+"""A repository of the profile h200-torch at Qwen-Image's full size, with random weights.
+
+    PYTHONPATH=backend/engine python -m bench.hopper_repository REPOSITORY [--recipe fp8-rows]
+
+It is the trained small checkpoint's, with engines of the real sizes in place of its own: no
+checkpoint of 57 GB is written first. What its pictures show is noise. Needs 43 GB of disk, and 100
+GB of GPU memory while it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench import hopper_engines as full
+from bench.common import check_space
+from build import manifest
+from build.assemble import assemble
+from build.profile import load_profile
+from build.tiny import CALIBRATION, CHECKPOINT
+from export.packed import PACKED
+from export.recipe import load_recipe
+from serving.repository import HASHED_BYTES
+
+PROFILE = "h200-torch"
+DISK_GB = 43
+
+
+def make(target: Path, recipe: str | None = None) -> None:
+    """Writes the repository; recipe: the DiT's, by default that of the profile."""
+    profile = load_profile(PROFILE)
+    assemble(CHECKPOINT, profile, target, calibration=CALIBRATION)
+    write_dit(target, recipe or profile.engines["dit"].precision)
+    for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
+        replace(target, engine, full.packed(engine, module(), lambda _: False))
+    describe(target, recipe or profile.engines["dit"].precision)
+
+
+@torch.inference_mode()
+def write_dit(target: Path, recipe: str) -> None:
+    """Modulation and DiT, of one transformer."""
+    chosen = load_recipe(recipe)["dit"]
+    models = full.Models(quantized=full.in_fp8(recipe))
+    if chosen.attention:
+        models.use_fp8_attention(chosen.edges(full.DIT_CONFIG["num_layers"]))
+    replace(target, "dit", models.weights)
+    replace(target, "modulation", full.packed("modulation", models.stock, lambda _: False))
+    del models
+    torch.cuda.empty_cache()
+
+
+def replace(target: Path, engine: str, tensors: dict[str, Tensor]) -> None:
+    """Puts tensors of the real size into the engine's place."""
+    file = target / "model_repository" / engine / "1" / PACKED
+    with safe_open(file, "pt") as small:
+        description = json.loads(small.metadata()["description"])
+    description["config"] = config_of(engine)
+    file.unlink()  # it may be a hard link
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        file,
+        {"description": json.dumps(description)},
+    )
+
+
+def config_of(engine: str) -> dict[str, Any]:
+    """What the forward pass is told of the real sizes."""
+    configs = {"text_encoder": full.TEXT, "vae_decoder": full.VAE_CONFIG}
+    return configs.get(engine, full.DIT_CONFIG)
+
+
+def describe(target: Path, recipe: str) -> None:
+    """Says the real sizes in checkpoint.json, and those of the files in the manifest."""
+    names = ("hidden_size", "num_hidden_layers", "vocab_size")
+    edit(
+        target / "model_repository" / "checkpoint.json",
+        default_height=1024,
+        default_width=1024,
+        text_encoder={name: getattr(full.TEXT_CONFIG, name) for name in names},
+    )
+    known = {
+        file.relative_to(target).as_posix(): {"bytes": file.stat().st_size, "sha256": ""}
+        for file in target.rglob(PACKED)
+        if file.stat().st_size > HASHED_BYTES  # a start compares these by their size alone
+    }
+    found = manifest.read(target)
+    assert found is not None
+    dit = {"precision": recipe, "attention": load_recipe(recipe)["dit"].attention}
+    edit(
+        target / manifest.NAME,
+        engines=found["engines"] | {"dit": found["engines"]["dit"] | dit | {"layers": {}}},
+        files=manifest.list_files(target, known),
+    )
+
+
+def edit(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | values, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.hopper_repository")
+    parser.add_argument("repository", type=Path, help="a folder that is empty or not there")
+    parser.add_argument("--recipe", help="the DiT's; by default that of the profile")
+    options = parser.parse_args()
+    check_space(parser, options.repository.absolute().parent, DISK_GB)
+    make(options.repository, options.recipe)
+
+
+if __name__ == "__main__":
+    main()

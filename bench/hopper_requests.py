@@ -1,0 +1,254 @@
+"""Requests through Triton on one CUDA GPU: what a client sees, and what of it the engines take.
+
+    PYTHONPATH=backend/engine python -m bench.hopper_requests REPOSITORY [--out FILE]
+
+REPOSITORY is one of the profile h200-torch: an exported one, or one of `bench.hopper_repository`.
+Every request has a prompt and a seed of its own; warm-up apart. Takes five minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench.common import RESULTS, Stopwatch, versions
+from bench.gpu_timing import PACKAGES, gpu_machine
+from bench.serving import engine_seconds
+from qwen_image_client import AsyncClient
+from qwen_image_client.bench import make_prompts
+from serving.server import TritonServer
+from tests.e2e.serving_helpers import parameter, variant
+
+PROFILE = "h200-torch"
+TEXT_TOKENS = (97, 128)  # of a prompt: the bucket of 128
+# Height and width: the model's own, by its card.
+NATIVE = ((1328, 1328), (928, 1664), (1104, 1472), (1056, 1584))
+FORMATS = ("jpeg", "png", "webp")
+Answer = tuple[float, Any]  # seconds at the client, what came
+
+
+class Load:
+    """Sends requests to a server, each with a new prompt and seed."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.server = server
+        models = server.repository / "model_repository"
+        checkpoint = json.loads((models / "checkpoint.json").read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(models / "tokenize" / "1" / "tokenizer.json"))
+        template, dropped = (
+            checkpoint["prompt_template"],
+            checkpoint["prompt_template_dropped_tokens"],
+        )
+        self._tokens = lambda text: len(tokenizer.encode(template.format(text)).ids) - dropped
+        self._numbers = itertools.count()
+
+    def prompt(self) -> str:
+        """A new one, of as many tokens as TEXT_TOKENS says."""
+        number = next(self._numbers)
+        sentences = itertools.cycle(make_prompts(50, number, repeat=False))
+        words = " ".join(itertools.islice(sentences, 8)).split()
+        fitting = (" ".join(words[:count]) for count in range(len(words), 0, -1))
+        return next(text for text in fitting if self._tokens(text) <= TEXT_TOKENS[1])
+
+    def series(
+        self, count: int, in_flight: int = 1, prompts: list[str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Sends `count` requests; prompts: instead of new ones."""
+        chosen = prompts or [self.prompt() for _ in range(count)]
+        computed = engine_seconds(self.server)
+        watch = Stopwatch()
+        answers = asyncio.run(self._send(chosen, in_flight, fields))
+        seconds = watch.seconds()
+        computed = engine_seconds(self.server) - computed
+        latencies = [latency for latency, _ in answers]
+        records = [answer.metadata for _, answer in answers]
+        tokens = [record["prompt_tokens"] for record in records]
+        result: dict[str, Any] = {
+            "requests": len(answers),
+            "in_flight": in_flight,
+            **fields,
+            "prompt_tokens": [min(tokens), max(tokens)],
+            "latency_ms": median_and_range([1e3 * latency for latency in latencies]),
+            "stages_ms": {
+                stage: median_and_range([record["stages_ms"][stage] for record in records])
+                for stage in records[0]["stages_ms"]
+            },
+            "bytes": round(statistics.median(len(answer.encoded[0]) for _, answer in answers)),
+            "engines_ms": round(1e3 * computed / len(answers), 2),
+            "images_per_second": round(len(answers) / seconds, 4),
+        }
+        if in_flight == 1:
+            result["overhead_over_engines"] = round(sum(latencies) / computed - 1, 4)
+        return result
+
+    async def _send(
+        self, prompts: list[str], in_flight: int, fields: dict[str, Any]
+    ) -> list[Answer]:
+        waiting = iter(prompts)
+        answers: list[Answer] = []
+
+        async def work() -> None:
+            for prompt in waiting:
+                started = time.perf_counter()
+                answer = await client.generate(prompt, seed=random.randrange(2**31), **fields)
+                answers.append((time.perf_counter() - started, answer))
+
+        async with AsyncClient(self.server.grpc_url, retries=0) as client:
+            await asyncio.gather(*(work() for _ in range(in_flight)))
+        return answers
+
+
+def median_and_range(values: list[float]) -> list[float]:
+    return [round(value, 2) for value in (statistics.median(values), min(values), max(values))]
+
+
+def measure(
+    repository: Path,
+    side: int = 1024,
+    steps: int = 50,
+    requests: int = 10,
+    in_flight: int = 8,
+    native: tuple[tuple[int, int], ...] = NATIVE,
+) -> Iterator[dict[str, Any]]:
+    """Yields the result whenever a part of it is there; medians, lowest, highest.
+
+    side: of the pictures; others have half of it. steps: of a guided request. in_flight: how many
+    of the smaller pictures are asked for together. native: other heights and widths.
+    """
+    result: dict[str, Any] = {"dit": precision(repository)}
+    with started(repository, result) as server:
+        load = Load(server)
+        whole: dict[str, Any] = {"height": side, "width": side, "output_format": "jpeg"}
+        half = whole | {"height": side // 2, "width": side // 2}
+        load.series(2, num_inference_steps=steps, **whole)
+        result["guided"] = load.series(requests, num_inference_steps=steps, **whole)
+        yield result
+
+        load.series(2, num_inference_steps=4, true_cfg_scale=1.0, **whole)
+        result["four steps, no guidance"] = load.series(
+            requests, num_inference_steps=4, true_cfg_scale=1.0, **whole
+        )
+        prompts = [load.prompt() for _ in range(requests)]
+        result["text encoder"] = {
+            kind: load.series(requests, prompts=prompts, num_inference_steps=4, **whole)[
+                "stages_ms"
+            ]["encode"]
+            for kind in ("new prompts", "the same prompts")
+        }
+        result["formats"] = {}
+        for name in FORMATS:
+            shape = whole | {"output_format": name}
+            found = load.series(requests, num_inference_steps=4, true_cfg_scale=1.0, **shape)
+            result["formats"][name] = {
+                "pack_ms": found["stages_ms"]["pack"],
+                "bytes": found["bytes"],
+            }
+        schedules = [load.series(1, num_inference_steps=steps - 1 - i, **whole) for i in range(3)]
+        result["a new schedule of modulations, ms"] = median_and_range(
+            [found["stages_ms"]["modulation"][0] for found in schedules]
+        )
+        yield result
+
+        load.series(in_flight, in_flight, num_inference_steps=8, **half)
+        load.series(1, num_inference_steps=8, **half)
+        result["half the side"] = load.series(requests, num_inference_steps=steps, **half)
+        yield result
+        together = load.series(3 * in_flight, in_flight, num_inference_steps=steps, **half)
+        alone = result["half the side"]["images_per_second"]
+        rate = together["images_per_second"]
+        together["of one at a time"] = round(rate / alone, 2)
+        together["of the rate at the whole side"] = round(
+            rate / result["guided"]["images_per_second"], 2
+        )
+        result["half the side, several in flight"] = together
+        yield result
+
+        result["native sizes"] = {}
+        for height, width in native:
+            shape = whole | {"height": height, "width": width, "num_inference_steps": 8}
+            load.series(1, **shape)
+            result["native sizes"][f"{width}×{height}"] = load.series(3, **shape)
+            yield result
+        result["memory_gb_after_all"] = used_gb() - result["memory_gb_before"]
+
+    with tempfile.TemporaryDirectory(dir=repository.parent) as folder:
+        change = {f"modulation/configs/{PROFILE}.pbtxt": [parameter("weights", "device", "host")]}
+        other: dict[str, Any] = {}
+        with started(variant(repository, Path(folder) / "host", change), other) as server:
+            load = Load(server)
+            load.series(1, num_inference_steps=4, **whole)
+            schedules = [load.series(1, num_inference_steps=steps - i, **whole) for i in range(3)]
+            other["a new schedule of modulations, ms"] = median_and_range(
+                [found["stages_ms"]["modulation"][0] for found in schedules]
+            )
+        result["modulation's weights on the host"] = other
+    yield result
+
+
+@contextmanager
+def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
+    """A server; how long it took to start and what it took of the GPU's memory."""
+    result["memory_gb_before"] = used_gb()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        watch = Stopwatch()
+        try:
+            with TritonServer(repository, PROFILE, log_path=log) as server:
+                result["start_s"] = round(watch.seconds(), 1)
+                result["memory_gb_idle"] = round(used_gb() - result["memory_gb_before"], 2)
+                yield server
+        except BaseException:
+            print(log.read_text(encoding="utf-8")[-4000:])
+            raise
+
+
+def used_gb() -> float:
+    """Of the first GPU's memory, 0 without one."""
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, check=True, capture_output=True, text=True).stdout
+    return round(int(found) * 2**20 / 1e9, 2)
+
+
+def precision(repository: Path) -> dict[str, Any]:
+    """What the manifest says of the DiT."""
+    engine = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))["engines"][
+        "dit"
+    ]
+    return {name: engine.get(name) for name in ("precision", "attention")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.hopper_requests")
+    parser.add_argument("repository", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS / "hopper_requests.json")
+    options = parser.parse_args()
+    head = {
+        "benchmark": "hopper_requests",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": gpu_machine(),
+        "versions": versions(*PACKAGES),
+    }
+    for result in measure(options.repository.absolute()):
+        options.out.write_text(json.dumps(head | result, indent=1) + "\n", encoding="utf-8")
+    print(options.out.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
