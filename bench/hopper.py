@@ -30,8 +30,9 @@ from bench import hopper_engines as full
 from bench import hopper_repository, hopper_requests
 from bench.common import Stopwatch, versions
 from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
-from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, stock_step
+from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, in_fp8, stock_step
 from bench.roofline import ROOF, Work, dit_work
+from export.recipe import load_recipe
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
@@ -87,11 +88,12 @@ def measured_step(models: Models, inputs: Inputs, work: Work, repeats: int = 10)
     return result
 
 
-def steps(models: Models, fp8_attention: bool) -> dict[str, Any]:
+def steps(models: Models, fp8_attention: bool, bf16_blocks: int) -> dict[str, Any]:
     result = {}
+    given = ("fp8", fp8_attention, bf16_blocks)
     for name, (batch, height, width) in STEPS.items():
         inputs = models.inputs(batch, height, width)
-        work = dit_work(batch, height * width, TEXT_TOKENS, "fp8", fp8_attention)
+        work = dit_work(batch, height * width, TEXT_TOKENS, *given)
         result[name] = {
             "batch": batch,
             "image_tokens": height * width,
@@ -100,26 +102,39 @@ def steps(models: Models, fp8_attention: bool) -> dict[str, Any]:
         }
     name = "1024² guided, texts of 128 and 9 tokens"
     inputs = models.inputs(2, 64, 64, valid=[TEXT_TOKENS, 9])
-    work = dit_work(2, 4096, TEXT_TOKENS, "fp8", fp8_attention)
+    work = dit_work(2, 4096, TEXT_TOKENS, *given)
     result[name] = measured_step(models, inputs, work)
     return result
 
 
 def dit(result: dict[str, Any]) -> Iterator[None]:
+    """By the profile's recipe, without and with its FP8 attention."""
+    chosen = load_recipe("fp8-rows")["dit"]
+    models = Models(quantized=in_fp8("fp8-rows"))
+    yield from both_attentions(result, models, chosen.edges(full.DIT_CONFIG["num_layers"]))
+
+
+def dit_all_fp8(result: dict[str, Any]) -> Iterator[None]:
+    """Every layer of every block in FP8."""
     models = Models()
-    result["numerics"] = numerics(models)
-    yield
-    inputs = models.inputs(2, 64, 64)
-    result["steps"] = steps(models, fp8_attention=False)
-    yield
-    result["profile"] = kernel_times(lambda: models.dit(**inputs))
+    yield from both_attentions(result, models, set())
     timesteps = torch.linspace(1, 0.02, 50, device="cuda")[:, None]
     result["modulation_of_50_steps_ms"] = median_ms(lambda: models.modulation(timesteps), 5)
-    models.use_fp8_attention()
-    result["fp8_attention"] = {"numerics": numerics(models)}
-    yield
-    result["fp8_attention"]["steps"] = steps(models, fp8_attention=True)
-    result["fp8_attention"]["profile"] = kernel_times(lambda: models.dit(**inputs))
+
+
+def both_attentions(result: dict[str, Any], models: Models, edges: set[int]) -> Iterator[None]:
+    """edges: the blocks that stay in BF16."""
+    inputs = models.inputs(2, 64, 64)
+    for fp8_attention in (False, True):
+        found = result
+        if fp8_attention:
+            models.use_fp8_attention(edges)
+            found = result["fp8_attention"] = {}
+        found["numerics"] = numerics(models)
+        yield
+        found["steps"] = steps(models, fp8_attention, len(edges))
+        yield
+        found["profile"] = kernel_times(lambda: models.dit(**inputs))
 
 
 def torch_init(result: dict[str, Any]) -> Iterator[None]:
@@ -132,8 +147,8 @@ def torch_init(result: dict[str, Any]) -> Iterator[None]:
 
 
 def baselines(result: dict[str, Any]) -> Iterator[None]:
-    """The stock module in BF16: eager, then its blocks compiled."""
-    models = Models()
+    """The stock module in BF16: eager, then its blocks compiled; ours in between."""
+    models = Models(quantized=in_fp8("fp8-rows"))
     inputs = models.inputs(2, 64, 64)
     work = dit_work(2, 4096, TEXT_TOKENS, "bf16", False)
     result["roofline_ms"] = round(work.seconds(ROOF) * 1e3, 2)
@@ -141,11 +156,19 @@ def baselines(result: dict[str, Any]) -> Iterator[None]:
     def step() -> Tensor:
         return stock_step(models.stock, inputs, [[(1, 64, 64)]] * 2, 0.6)
 
-    result["ours_ms"] = median_ms(lambda: models.dit(**inputs), 5)
+    def ours() -> float:
+        return median_ms(lambda: models.dit(**inputs))
+
     result["diffusers_eager_ms"] = median_ms(step, 5, 1)
     yield
+    result["recipe_ms"] = ours()
+    models.use_fp8_attention(load_recipe("fp8-rows")["dit"].edges(full.DIT_CONFIG["num_layers"]))
+    result["recipe_and_fp8_attention_ms"] = ours()
+    models.quantize(fp8_blocks)
+    result["all_fp8_ms"] = ours()
     models.use_fp8_attention()
-    result["ours_fp8_attention_ms"] = median_ms(lambda: models.dit(**inputs), 5)
+    result["all_fp8_and_attention_ms"] = ours()
+    yield
     models.stock.compile_repeated_blocks(fullgraph=True)
     started = time.perf_counter()
     step()
@@ -257,7 +280,16 @@ def requests(result: dict[str, Any]) -> Iterator[None]:
 
 PARTS = {
     part.__name__: part
-    for part in (dit, torch_init, baselines, text_encoder, vae_decoder, start, requests)
+    for part in (
+        dit,
+        dit_all_fp8,
+        torch_init,
+        baselines,
+        text_encoder,
+        vae_decoder,
+        start,
+        requests,
+    )
 }
 
 

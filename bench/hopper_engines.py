@@ -177,10 +177,14 @@ class Models:
 
     def __init__(self, initialized: bool = False, quantized: Callable[[str], bool] = fp8_blocks):
         self.stock = transformer(initialized)
-        self.weights = packed("dit", self.stock, quantized)
-        self.dit = Dit(self.weights, DIT_CONFIG)
+        self.quantize(quantized)
         weights = packed("modulation", self.stock, lambda _: False)
         self.modulation = Modulation(weights, DIT_CONFIG)
+
+    def quantize(self, quantized: Callable[[str], bool]) -> None:
+        """Makes the DiT anew, with other layers in FP8."""
+        self.weights = packed("dit", self.stock, quantized)
+        self.dit = Dit(self.weights, DIT_CONFIG)
 
     def inputs(
         self, batch: int, height: int, width: int, sigma: float = 0.6, valid: Any = None

@@ -113,9 +113,22 @@ def product(what: str, rows: int, width: int, out: int, precision: str) -> Piece
 
 
 def dit_work(
+    batch: int,
+    image_tokens: int,
+    text_tokens: int,
+    precision: str,
+    fp8_attention: bool,
+    bf16_blocks: int = 0,
+) -> Work:
+    """One prediction of the DiT; guided, a step is a batch of two. bf16_blocks: those that stay."""
+    block = block_work(batch, image_tokens, text_tokens, precision, fp8_attention)
+    wide = block_work(batch, image_tokens, text_tokens, "bf16", False)
+    return Work(block.times(BLOCKS - bf16_blocks).pieces + wide.times(bf16_blocks).pieces)
+
+
+def block_work(
     batch: int, image_tokens: int, text_tokens: int, precision: str, fp8_attention: bool
 ) -> Work:
-    """One prediction of the DiT; guided, a step is a batch of two."""
     tokens, kind = image_tokens + text_tokens, "fp8" if fp8_attention else "bf16"
     rows, size = batch * tokens, BYTES[precision]
     attention = 4e-12 * batch * tokens**2 * D
@@ -133,7 +146,7 @@ def dit_work(
         Piece("attention", attention, f"attention_{kind}", 1e-12 * rows * D * 4 * BYTES[kind])
     )
     block.append(Piece("element-wise", 0.0, precision, elementwise, kernels=5))
-    return Work(block).times(BLOCKS)
+    return Work(block)
 
 
 def text_encoder_work(tokens: int, precision: str) -> Work:

@@ -31,7 +31,7 @@ def measured() -> dict[str, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fp8_attention", [False, True])
 def test_step(measured: dict[str, Any], size: str, fp8_attention: bool) -> None:
-    part = measured["dit"]
+    part = measured["dit_all_fp8"]
     step = (part["fp8_attention"] if fp8_attention else part)["steps"][size]
     shape = step["batch"], step["image_tokens"], step["text_tokens"]
     computed = dit_work(*shape, "fp8", fp8_attention).seconds(H200) * 1e3
@@ -46,11 +46,11 @@ def test_the_stock_model_in_bf16(measured: dict[str, Any]) -> None:
 
 def test_modulation_of_a_schedule(measured: dict[str, Any]) -> None:
     computed = modulation_work(50).seconds(H200) * 1e3
-    assert computed == pytest.approx(measured["dit"]["modulation_of_50_steps_ms"], rel=0.15)
+    assert computed == pytest.approx(measured["dit_all_fp8"]["modulation_of_50_steps_ms"], rel=0.15)
 
 
 def test_nothing_is_faster_than_the_roofline(measured: dict[str, Any]) -> None:
-    parts = measured["dit"], measured["dit"]["fp8_attention"]
+    parts = measured["dit_all_fp8"], measured["dit_all_fp8"]["fp8_attention"]
     assert all(step["ratio_to_roofline"] > 1 for part in parts for step in part["steps"].values())
     prompt = text_encoder_work(128, "bf16").seconds(ROOF) * 1e3
     assert prompt < measured["text_encoder"]["bf16, 128 tokens"]["ms"]
