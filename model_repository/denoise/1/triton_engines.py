@@ -78,8 +78,7 @@ class TritonEngines:
             requested_output_names=outputs,
             preferred_memory=self._memory,
         )
-        if self._on_gpu:  # another process reads the tensors
-            torch.cuda.current_stream().synchronize()
+        self._finish()  # another process reads the tensors
         try:
             response = await request.async_exec()
         except pb_utils.TritonModelException as error:
@@ -89,7 +88,13 @@ class TritonEngines:
             raise _failure(model, failure.code(), failure.message())
         tensors = [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
         # They are views of the response's memory, which goes with it: copy.
-        return [torch.from_dlpack(tensor.to_dlpack()).clone() for tensor in tensors]
+        copies = [torch.from_dlpack(tensor.to_dlpack()).clone() for tensor in tensors]
+        self._finish()  # another response may get that memory
+        return copies
+
+    def _finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
 
 
 def _to_triton(name: str, tensor: torch.Tensor) -> Any:
