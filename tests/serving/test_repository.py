@@ -74,6 +74,9 @@ def test_damage_is_named_and_the_export_is_advised(
 def test_a_repository_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"There is no repository at .*nowhere: run `make export "):
         check_repository(tmp_path / "nowhere", "cpu")
+    (tmp_path / "nowhere.onnx").mkdir()
+    with pytest.raises(ServeError, match=r"kept in .*nowhere\.onnx: run `make export .* goes on"):
+        check_repository(tmp_path / "nowhere", "cpu")
 
 
 def test_another_profile_is_refused_with_both_names(repository: Path) -> None:
