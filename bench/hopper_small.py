@@ -10,6 +10,7 @@ compute in torch.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ VARIANTS: dict[str, dict[str, str]] = {
     "bf16": {},
     "the DiT by fp8-rows": {"dit": "fp8-rows"},
     "the DiT by fp8-rows-attention": {"dit": "fp8-rows-attention"},
+    "the DiT by fp8-rows-all": {"dit": "fp8-rows-all"},
     "the DiT by fp8": {"dit": "fp8"},
     "the DiT and the text encoder by fp8": {"text_encoder": "fp8", "dit": "fp8"},
     "the DiT by fp8-attention": {"dit": "fp8-attention"},
 }
+PICTURES = ("fp8-rows", "fp8-rows-attention", "fp8-rows-all")
 
 
 class Engines:
@@ -100,9 +103,12 @@ def lowest_cosines(made: Engines) -> dict[str, float]:
     return result
 
 
-def pictures(folder: Path) -> dict[str, Any]:
-    """The gate's pictures by the whole profile, served on the CPU."""
-    assemble(CHECKPOINT, load_profile("h200-torch"), folder / "gpu", calibration=CALIBRATION)
+def pictures(recipe: str, folder: Path) -> dict[str, Any]:
+    """The gate's pictures by the whole profile, its DiT by a recipe, served on the CPU."""
+    profile = load_profile("h200-torch")
+    dit = replace(profile.engines["dit"], precision=recipe)
+    profile = replace(profile, engines={**profile.engines, "dit": dit})
+    assemble(CHECKPOINT, profile, folder / "gpu", calibration=CALIBRATION)
     repository = hopper_on_cpu(folder / "gpu", folder / "cpu")
     gate = load_gate(ROOT / "quality" / "gates" / "tiny")
     assert gate.reference is not None
@@ -122,9 +128,11 @@ def main() -> None:
             made = Engines(checkpoint, recipes, Path(folder))
             values["lowest_cosines"][name] = lowest_cosines(made)
         print(name, values["lowest_cosines"][name], flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        values["pictures"] = pictures(Path(folder))
-    print(values["pictures"])
+    values["pictures"] = {}
+    for recipe in PICTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            values["pictures"][recipe] = pictures(recipe, Path(folder))
+        print(recipe, values["pictures"][recipe], flush=True)
     print(write_result("hopper_small", values))
 
 
