@@ -147,8 +147,7 @@ def check_space(parser: argparse.ArgumentParser, folder: Path | None, needed_gb:
     free = shutil.disk_usage(folder).free / GB
     if free < needed_gb:
         parser.error(
-            f"{folder} has {free:.0f} GB free, but {needed_gb:.0f} are needed: name another folder "
-            "with --work, or fewer blocks"
+            f"{folder} has {free:.0f} GB free, but {needed_gb:.0f} are needed: name another folder"
         )
 
 

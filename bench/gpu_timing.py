@@ -16,7 +16,9 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "fa3-fwd", "nvidia-p
 
 
 def gpu_machine() -> dict[str, Any]:
-    """The first GPU and what is around it."""
+    """The first GPU and what is around it; ends the program if there is none."""
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a CUDA GPU, and torch finds none here")
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,

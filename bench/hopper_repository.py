@@ -10,6 +10,7 @@ GB of GPU memory while it is made.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from bench import hopper_engines as full
 from bench.common import check_space
 from build import manifest
 from build.assemble import assemble
-from build.profile import load_profile
+from build.profile import BuildError, load_profile
 from build.tiny import CALIBRATION, CHECKPOINT
+from export import ExportError
 from export.packed import PACKED
-from export.recipe import load_recipe
+from export.recipe import EngineRecipe, load_recipe
 from serving.repository import HASHED_BYTES
 
 PROFILE = "h200-torch"
@@ -36,23 +38,33 @@ DISK_GB = 43
 def make(target: Path, recipe: str | None = None) -> None:
     """Writes the repository; recipe: the DiT's, by default that of the profile."""
     profile = load_profile(PROFILE)
+    chosen = of_dit(recipe or profile.engines["dit"].precision)
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION)
-    write_dit(target, recipe or profile.engines["dit"].precision)
+    write_dit(target, chosen)
     for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
         replace(target, engine, full.packed(engine, module(), lambda _: False))
-    describe(target, recipe or profile.engines["dit"].precision)
+        torch.cuda.empty_cache()
+    describe(target, chosen)
+
+
+def of_dit(recipe: str) -> EngineRecipe:
+    """Raises ExportError if there is none, or the profile's engine cannot be made by it."""
+    chosen = load_recipe(recipe).get("dit")
+    if chosen is None or chosen.compute != "bf16" or {"nvfp4", "int8"} & set(chosen.formats):
+        raise ExportError(f"the recipe {recipe!r} makes no DiT in BF16 and FP8")
+    return chosen
 
 
 @torch.inference_mode()
-def write_dit(target: Path, recipe: str) -> None:
+def write_dit(target: Path, chosen: EngineRecipe) -> None:
     """Modulation and DiT, of one transformer."""
-    chosen = load_recipe(recipe)["dit"]
-    models = full.Models(quantized=full.in_fp8(recipe))
+    models = full.Models(quantized=full.in_fp8(chosen.name))
     if chosen.attention:
         models.use_fp8_attention(chosen.edges(full.DIT_CONFIG["num_layers"]))
     replace(target, "dit", models.weights)
     replace(target, "modulation", full.packed("modulation", models.stock, lambda _: False))
     del models
+    gc.collect()  # an engine refers to itself
     torch.cuda.empty_cache()
 
 
@@ -76,7 +88,7 @@ def config_of(engine: str) -> dict[str, Any]:
     return configs.get(engine, full.DIT_CONFIG)
 
 
-def describe(target: Path, recipe: str) -> None:
+def describe(target: Path, chosen: EngineRecipe) -> None:
     """Says the real sizes in checkpoint.json, and those of the files in the manifest."""
     names = ("hidden_size", "num_hidden_layers", "vocab_size")
     edit(
@@ -92,7 +104,7 @@ def describe(target: Path, recipe: str) -> None:
     }
     found = manifest.read(target)
     assert found is not None
-    dit = {"precision": recipe, "attention": load_recipe(recipe)["dit"].attention}
+    dit = {"precision": chosen.name, "attention": chosen.attention}
     edit(
         target / manifest.NAME,
         engines=found["engines"] | {"dit": found["engines"]["dit"] | dit | {"layers": {}}},
@@ -111,7 +123,10 @@ def main() -> None:
     parser.add_argument("--recipe", help="the DiT's; by default that of the profile")
     options = parser.parse_args()
     check_space(parser, options.repository.absolute().parent, DISK_GB)
-    make(options.repository, options.recipe)
+    try:
+        make(options.repository, options.recipe)
+    except (BuildError, ExportError) as error:
+        parser.exit(1, f"error: {error}\n")
 
 
 if __name__ == "__main__":

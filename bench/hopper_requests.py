@@ -31,7 +31,7 @@ from bench.gpu_timing import PACKAGES, gpu_machine
 from bench.serving import engine_seconds
 from qwen_image_client import AsyncClient
 from qwen_image_client.bench import make_prompts
-from serving.server import TritonServer
+from serving.server import ServeError, TritonServer
 from tests.e2e.serving_helpers import parameter, variant
 
 PROFILE = "h200-torch"
@@ -130,8 +130,10 @@ def measure(
     side: of the pictures; others have half of it. steps: of a guided request. in_flight: how many
     of the smaller pictures are asked for together. native: other heights and widths.
     """
-    result: dict[str, Any] = {"dit": precision(repository)}
+    result: dict[str, Any] = {}
     with started(repository, result) as server:
+        engine = server.manifest["engines"]["dit"]
+        result["dit"] = {name: engine.get(name) for name in ("precision", "attention")}
         load = Load(server)
         whole: dict[str, Any] = {"height": side, "width": side, "output_format": "jpeg"}
         half = whole | {"height": side // 2, "width": side // 2}
@@ -184,7 +186,7 @@ def measure(
             load.series(1, **shape)
             result["native sizes"][f"{width}×{height}"] = load.series(3, **shape)
             yield result
-        result["memory_gb_after_all"] = used_gb() - result["memory_gb_before"]
+        result["memory_gb_after_all"] = round(used_gb() - result["memory_gb_before"], 2)
 
     with tempfile.TemporaryDirectory(dir=repository.parent) as folder:
         change = {f"modulation/configs/{PROFILE}.pbtxt": [parameter("weights", "device", "host")]}
@@ -213,7 +215,8 @@ def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
                 result["memory_gb_idle"] = round(used_gb() - result["memory_gb_before"], 2)
                 yield server
         except BaseException:
-            print(log.read_text(encoding="utf-8")[-4000:])
+            if log.is_file():
+                print(log.read_text(encoding="utf-8")[-4000:])
             raise
 
 
@@ -224,14 +227,6 @@ def used_gb() -> float:
     query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     found = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     return round(int(found) * 2**20 / 1e9, 2)
-
-
-def precision(repository: Path) -> dict[str, Any]:
-    """What the manifest says of the DiT."""
-    engine = json.loads((repository / "manifest.json").read_text(encoding="utf-8"))["engines"][
-        "dit"
-    ]
-    return {name: engine.get(name) for name in ("precision", "attention")}
 
 
 def main() -> None:
@@ -245,8 +240,11 @@ def main() -> None:
         "machine": gpu_machine(),
         "versions": versions(*PACKAGES),
     }
-    for result in measure(options.repository.absolute()):
-        options.out.write_text(json.dumps(head | result, indent=1) + "\n", encoding="utf-8")
+    try:
+        for result in measure(options.repository.absolute()):
+            options.out.write_text(json.dumps(head | result, indent=1) + "\n", encoding="utf-8")
+    except ServeError as error:
+        parser.exit(1, f"error: {error}\n")
     print(options.out.read_text(encoding="utf-8"))
 
 

@@ -30,7 +30,9 @@ def engine_seconds(server: TritonServer) -> float:
         total = 0
         for model in ENGINES:
             (stats,) = client.get_inference_statistics(model, as_json=True)["model_stats"]
-            total += int(stats["inference_stats"]["compute_infer"].get("ns", 0))
+            # By batches: `inference_stats` counts one once for each of its requests.
+            for batch in stats.get("batch_stats", []):
+                total += int(batch["compute_infer"].get("ns", 0))
     return total / 1e9
 
 

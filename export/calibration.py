@@ -105,12 +105,16 @@ def read_calibration(path: Path) -> Calibration:
         raise ExportError(f"{foreign}, or a damaged one: {first_line(error)}") from None
     for name, tensor in tensors.items():
         rank = 0 if name.endswith("/amax") else 1
-        if tensor.dtype != np.float32 or tensor.ndim != rank or not np.isfinite(tensor).all():
+        if tensor.dtype != np.float32 or tensor.ndim != rank or not _is_range(tensor):
             raise ExportError(
                 f"{foreign}, or a damaged one: {name} must be finite FP32, "
-                f"{'one for each channel' if rank else 'one number'}"
+                f"{'one for each channel' if rank else 'one number'}, from 0 on"
             )
     return Calibration(path, settings, tensors)
+
+
+def _is_range(tensor: np.ndarray) -> bool:
+    return bool(np.isfinite(tensor).all() and (tensor >= 0).all())
 
 
 def _problem(settings: dict[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ from export.checkpoint import Checkpoint
 from export.engines import Engine
 from export.graph import ExportError
 from export.progress import Progress
-from export.quantize import scaled
+from export.quantize import SMALLEST, scaled
 from export.recipe import EngineRecipe
 from export.write import Weight, plan_weights
 
@@ -138,8 +138,9 @@ def largest_values(engine: Engine, calibration: Calibration, edges: set[int]) ->
     """The largest absolute value that a block's attention mixes, for each but those at the ends."""
     for i in sorted({*range(engine.blocks)} - edges):
         block = f"{engine.blocks_prefix}.{i}"
-        amax = np.array([calibration.amax(f"{engine.name}/{block}.attn.value")], np.float32)
-        yield Packed([], {f"{block}.attention.largest_value": ("F32", (1,))}, amax)
+        amax = max(calibration.amax(f"{engine.name}/{block}.attn.value"), SMALLEST)
+        given = np.array([amax], np.float32)
+        yield Packed([], {f"{block}.attention.largest_value": ("F32", (1,))}, given)
 
 
 def save(

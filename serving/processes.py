@@ -24,8 +24,9 @@ def descendants(pid: int) -> list[psutil.Process]:
     whom the system's clock is set back a little in between.
     """
     children = collections.defaultdict(list)
-    for process in psutil.process_iter():
+    for number in psutil.pids():  # process_iter() keeps processes whose ids others have by now
         with contextlib.suppress(psutil.Error):
+            process = psutil.Process(number)
             children[process.ppid()].append(process)
     found: list[psutil.Process] = []
     parents = [pid]

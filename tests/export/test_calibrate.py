@@ -389,6 +389,7 @@ def test_edited_metadata_are_refused(change: dict[str, Any], said: str, tmp_path
         ("channels", np.zeros((), np.float32)),
         ("squares", np.zeros(3, np.float16)),
         ("squares", np.full(3, np.nan, np.float32)),
+        ("amax", np.array(-1, np.float32)),
     ],
 )
 def test_edited_ranges_are_refused(kind: str, value: np.ndarray, tmp_path: Path) -> None:

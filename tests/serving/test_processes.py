@@ -38,3 +38,14 @@ def test_a_clock_that_is_set_back_hides_none(
     booted, calls = psutil.boot_time(), itertools.count()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted - next(calls))
     assert len(descendants(parent.pid)) == 2
+
+
+def test_a_process_with_the_id_of_an_earlier_one_is_found(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    for process in psutil.process_iter():  # it remembers them
+        process._ident = (process.pid, -1.0)  # as if the one that it has met had ended
+    try:
+        assert len(descendants(parent.pid)) == 2
+    finally:
+        psutil.process_iter.cache_clear()

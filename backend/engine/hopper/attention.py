@@ -102,8 +102,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
 def _attend_e4m3(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
     """As FlashAttention-3 computes from E4M3: the softmax's numerators are rounded to it, too, with
     256 for the largest of a row, and their sum is not. q, k, v: FP32."""
-    heads = [x[: batch * length].unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v)]
-    scores = heads[0] @ heads[1].transpose(2, 3) * q.shape[-1] ** -0.5
-    weights = 256 * (scores - scores.amax(-1, keepdim=True)).exp()
-    out = weights.to(torch.float8_e4m3fn).float() @ heads[2] / weights.sum(-1, keepdim=True)
-    return out.transpose(1, 2).reshape(batch * length, -1).bfloat16()
+    samples = [x[: batch * length].unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v)]
+    heads = [x.flatten(0, 1) for x in samples]
+    out = torch.empty_like(heads[0], dtype=torch.bfloat16)
+    for i, (query, key, value) in enumerate(zip(*heads, strict=True)):  # all would take gigabytes
+        scores = query @ key.T * q.shape[-1] ** -0.5
+        weights = 256 * (scores - scores.amax(-1, keepdim=True)).exp()
+        mixed = weights.to(torch.float8_e4m3fn).float() @ value
+        out[i] = mixed / weights.sum(-1, keepdim=True)
+    return out.unflatten(0, (batch, -1)).transpose(1, 2).reshape(batch * length, -1)

@@ -31,10 +31,11 @@ class TritonEngines:
             placement: where the engines are to leave their outputs.
         """
         self._max_modulation_rows = max_modulation_rows
-        self._on_gpu = placement.device.type == "cuda"
+        self._device = placement.device
+        self._on_gpu = self._device.type == "cuda"
         self._memory = pb_utils.PreferredMemory(
             pb_utils.TRITONSERVER_MEMORY_GPU if self._on_gpu else pb_utils.TRITONSERVER_MEMORY_CPU,
-            placement.device.index or 0,
+            self._device.index or 0,
         )
 
     async def encode_text(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ class TritonEngines:
 
     def _finish(self) -> None:
         if self._on_gpu:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def _to_triton(name: str, tensor: torch.Tensor) -> Any:
