@@ -35,11 +35,15 @@ PROFILE = "h200-torch"
 DISK_GB = 43
 
 
-def make(target: Path, recipe: str | None = None) -> None:
-    """Writes the repository; recipe: the DiT's, by default that of the profile."""
+def make(target: Path, recipe: str | None = None, stages: Path | None = None) -> None:
+    """Writes the repository.
+
+    recipe: the DiT's, by default that of the profile. stages: where the small checkpoint's export
+    keeps its own, by default beside the repository.
+    """
     profile = load_profile(PROFILE)
     chosen = of_dit(recipe or profile.engines["dit"].precision)
-    assemble(CHECKPOINT, profile, target, calibration=CALIBRATION)
+    assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
     write_dit(target, chosen)
     for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
         replace(target, engine, full.packed(engine, module(), lambda _: False))

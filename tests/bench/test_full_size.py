@@ -22,7 +22,7 @@ from tests.make_checkpoint import cached_checkpoint
     [
         (["--blocks", "0"], r"argument --blocks: invalid positive value: '0'$"),
         (["--work", "/nowhere"], r"/nowhere is no folder$"),
-        (["--blocks", "99999"], r" has \d+ GB free, but \d+ are needed: name another folder with"),
+        (["--blocks", "99999"], r" has \d+ GB free, but \d+ are needed: name another folder"),
     ],
 )
 def test_impossible_arguments(

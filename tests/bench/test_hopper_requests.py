@@ -6,6 +6,7 @@ import pytest
 from transformers import Qwen2_5_VLTextConfig
 
 from bench import hopper_engines, hopper_repository, hopper_requests
+from tests.conftest import ROOT
 from tests.e2e.serving_helpers import hopper_on_cpu
 
 SMALL = {
@@ -45,7 +46,8 @@ def small(monkeypatch):
 
 def test_from_random_weights_to_a_result(small, monkeypatch, tmp_path):
     made = tmp_path / "made"
-    hopper_repository.make(made)
+    # As tests/e2e/test_hopper_profile.py has them.
+    hopper_repository.make(made, stages=ROOT / "artifacts" / "tests" / "h200-torch.onnx")
     repository = hopper_on_cpu(made, tmp_path / "cpu")
     *_, result = hopper_requests.measure(
         repository, side=64, steps=6, requests=1, in_flight=2, native=((48, 32),)

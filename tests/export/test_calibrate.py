@@ -529,7 +529,9 @@ def test_an_interrupted_command_says_how_to_go_on(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_while_libraries_are_imported(number: int, tmp_path: Path) -> None:
     script = (
-        "import os, runpy, sys\n"
+        "import os, runpy, signal, sys\n"
+        # Ignored in a shell's background jobs.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Finder:\n"
         "    def find_spec(name, *_):\n"
         f"        if name == 'torch': os.kill(os.getpid(), {int(number)})\n"
