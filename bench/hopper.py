@@ -33,10 +33,10 @@ from bench.common import Stopwatch, versions
 from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
 from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, in_fp8, stock_step
 from bench.roofline import ROOF, Work, dit_work
-from export.recipe import load_recipe
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
+RECIPE = "fp8-rows"  # the profile's, but for its attention
 SIGMAS = (0.95, 0.6, 0.2)
 # Latent patches down and across; two rows are one guided step.
 STEPS = {
@@ -110,9 +110,8 @@ def steps(models: Models, fp8_attention: bool, bf16_blocks: int) -> dict[str, An
 
 def dit(result: dict[str, Any]) -> Iterator[None]:
     """By the profile's recipe, without and with its FP8 attention."""
-    chosen = load_recipe("fp8-rows")["dit"]
-    models = Models(quantized=in_fp8("fp8-rows"))
-    yield from both_attentions(result, models, chosen.edges(full.DIT_CONFIG["num_layers"]))
+    models = Models(quantized=in_fp8(RECIPE))
+    yield from both_attentions(result, models, full.edges(RECIPE))
 
 
 def dit_all_fp8(result: dict[str, Any]) -> Iterator[None]:
@@ -149,7 +148,7 @@ def torch_init(result: dict[str, Any]) -> Iterator[None]:
 
 def baselines(result: dict[str, Any]) -> Iterator[None]:
     """The stock module in BF16: eager, then its blocks compiled; ours in between."""
-    models = Models(quantized=in_fp8("fp8-rows"))
+    models = Models(quantized=in_fp8(RECIPE))
     inputs = models.inputs(2, 64, 64)
     work = dit_work(2, 4096, TEXT_TOKENS, "bf16", False)
     result["roofline_ms"] = round(work.seconds(ROOF) * 1e3, 2)
@@ -163,7 +162,7 @@ def baselines(result: dict[str, Any]) -> Iterator[None]:
     result["diffusers_eager_ms"] = median_ms(step, 5, 1)
     yield
     result["recipe_ms"] = ours()
-    models.use_fp8_attention(load_recipe("fp8-rows")["dit"].edges(full.DIT_CONFIG["num_layers"]))
+    models.use_fp8_attention(full.edges(RECIPE))
     result["recipe_and_fp8_attention_ms"] = ours()
     models.quantize(fp8_blocks)
     result["all_fp8_ms"] = ours()

@@ -18,6 +18,7 @@ from hopper.dit import Dit
 from hopper.layout import layout
 from hopper.modulation import Modulation
 from hopper.ops import quantize_rows
+from quality.served import position_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The published configs, as far as they differ from the classes' defaults.
@@ -167,6 +168,11 @@ def in_fp8(recipe: str) -> Callable[[str], bool]:
     return lambda weight: formats.get(weight.removesuffix(".weight")) == "fp8"
 
 
+def edges(recipe: str) -> set[int]:
+    """The blocks that a recipe of the DiT leaves alone."""
+    return load_recipe(recipe)["dit"].edges(TRANSFORMER["num_layers"])
+
+
 def fp8_blocks(layer: str) -> bool:
     """The layers that the benchmark quantizes: all of the blocks'."""
     return layer.startswith(("transformer_blocks.", "layers."))
@@ -199,11 +205,12 @@ class Models:
 
         timestep = torch.full((batch, 1), sigma, device=DEVICE).bfloat16().float()
         blocks, final = self.modulation(timestep)
+        positions = torch.from_numpy(position_ids(TEXT_TOKENS, height, width))
         return {
             "hidden_states": normal(batch, height * width, 64),
             "encoder_hidden_states": normal(batch, TEXT_TOKENS, TEXT_CONFIG.hidden_size),
             "text_mask": text < counts[:, None],
-            "position_ids": positions(height, width).expand(batch, -1, -1).contiguous(),
+            "position_ids": positions.to(DEVICE).repeat(batch, 1, 1),
             "block_modulation": blocks,
             "final_modulation": final,
         }
@@ -243,16 +250,3 @@ def stock_step(stock: Any, inputs: Inputs, shapes: Any, sigma: float) -> Tensor:
         return_dict=False,
     )[0]
     return prediction
-
-
-def positions(height: int, width: int) -> Tensor:
-    """INT32 [1, T + L, 3], as the pipeline counts: the image's are centred, the text's follow."""
-    down = torch.arange(height, device=DEVICE) - (height - height // 2)
-    across = torch.arange(width, device=DEVICE) - (width - width // 2)
-    image = torch.stack(
-        [torch.zeros(height * width, device=DEVICE, dtype=torch.int64)]
-        + [axis.flatten() for axis in torch.meshgrid(down, across, indexing="ij")],
-        dim=1,
-    )
-    text = torch.arange(TEXT_TOKENS, device=DEVICE) + max(height // 2, width // 2)
-    return torch.cat([text[:, None].expand(-1, 3), image]).int()[None]

@@ -64,7 +64,7 @@ def write_dit(target: Path, chosen: EngineRecipe) -> None:
     """Modulation and DiT, of one transformer."""
     models = full.Models(quantized=full.in_fp8(chosen.name))
     if chosen.attention:
-        models.use_fp8_attention(chosen.edges(full.DIT_CONFIG["num_layers"]))
+        models.use_fp8_attention(full.edges(chosen.name))
     replace(target, "dit", models.weights)
     replace(target, "modulation", full.packed("modulation", models.stock, lambda _: False))
     del models

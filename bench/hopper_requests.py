@@ -96,6 +96,11 @@ class Load:
             result["overhead_over_engines"] = round(sum(latencies) / computed - 1, 4)
         return result
 
+    def new_schedules(self, steps: int, shape: dict[str, Any]) -> list[float]:
+        """Milliseconds of the modulations of three: of so many steps and of a few less."""
+        found = [self.series(1, num_inference_steps=steps - i, **shape) for i in range(3)]
+        return median_and_range([each["stages_ms"]["modulation"][0] for each in found])
+
     async def _send(
         self, prompts: list[str], in_flight: int, fields: dict[str, Any]
     ) -> list[Answer]:
@@ -160,10 +165,7 @@ def measure(
                 "pack_ms": found["stages_ms"]["pack"],
                 "bytes": found["bytes"],
             }
-        schedules = [load.series(1, num_inference_steps=steps - 1 - i, **whole) for i in range(3)]
-        result["a new schedule of modulations, ms"] = median_and_range(
-            [found["stages_ms"]["modulation"][0] for found in schedules]
-        )
+        result["a new schedule of modulations, ms"] = load.new_schedules(steps - 1, whole)
         yield result
 
         load.series(in_flight, in_flight, num_inference_steps=8, **half)
@@ -194,10 +196,7 @@ def measure(
         with started(variant(repository, Path(folder) / "host", change), other) as server:
             load = Load(server)
             load.series(1, num_inference_steps=4, **whole)
-            schedules = [load.series(1, num_inference_steps=steps - i, **whole) for i in range(3)]
-            other["a new schedule of modulations, ms"] = median_and_range(
-                [found["stages_ms"]["modulation"][0] for found in schedules]
-            )
+            other["a new schedule of modulations, ms"] = load.new_schedules(steps, whole)
         result["modulation's weights on the host"] = other
     yield result
 

@@ -59,13 +59,14 @@ def convert_engine(
     if recipe.attention:
         assert calibration is not None
         edges = recipe.edges(engine.blocks)
+
+        def attention_name(node: ir.Node) -> str | None:
+            block = block_number(node)
+            return None if block in edges else f"{engine.blocks_prefix}.{block}.attn"
+
         quantize_attention(
             model.graph,
-            lambda node: (
-                None
-                if block_number(node) in edges
-                else f"{engine.blocks_prefix}.{block_number(node)}.attn"
-            ),
+            attention_name,
             lambda name: calibration.channels(f"{engine.name}/{name}"),
         )
     if recipe.compute == "fp32" and "nvfp4" in formats.values():

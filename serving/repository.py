@@ -22,12 +22,13 @@ def check_repository(repository: Path, profile: str) -> dict[str, Any]:
     """
     export = f"run `make export CHECKPOINT=<dir> PROFILE={profile} REPOSITORY={repository}`"
     stages = repository.with_name(f"{repository.name}.onnx")
-    if not repository.is_dir() and stages.is_dir():
-        raise ServeError(
-            f"There is no repository at {repository}, only what an export that did not end has "
-            f"kept in {stages}: {export} again, where its engines can be built; it goes on there."
-        )
     if not repository.is_dir():
+        if stages.is_dir():
+            raise ServeError(
+                f"There is no repository at {repository}, only what an export that did not end "
+                f"has kept in {stages}: {export} again, where its engines can be built; it goes "
+                "on there."
+            )
         raise ServeError(f"There is no repository at {repository}: {export} first.")
     manifest_path = repository / "manifest.json"
     if not manifest_path.is_file() or not (repository / "model_repository").is_dir():

@@ -44,7 +44,7 @@ def small(monkeypatch):
     monkeypatch.setattr(hopper_engines, "VAE", {"base_dim": 8})
 
 
-def test_from_random_weights_to_a_result(small, monkeypatch, tmp_path):
+def test_from_random_weights_to_a_result(small, tmp_path):
     made = tmp_path / "made"
     # As tests/e2e/test_hopper_profile.py has them.
     hopper_repository.make(made, stages=ROOT / "artifacts" / "tests" / "h200-torch.onnx")

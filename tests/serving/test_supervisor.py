@@ -45,10 +45,7 @@ class Service:
             )
 
     def wait_for(self, text: str, times: int = 1, timeout: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout
-        while self.output.read_text().count(text) < times:
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
+        until(lambda: self.output.read_text().count(text) >= times, timeout, self.output.read_text)
 
     def descendants(self) -> list[psutil.Process]:
         return descendants(self.process.pid)
@@ -73,10 +70,12 @@ class Service:
         return found
 
 
-def until(condition: Callable[[], bool], timeout: float) -> None:
+def until(
+    condition: Callable[[], bool], timeout: float, explanation: Callable[[], str] = str
+) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, explanation()
         time.sleep(0.05)
 
 

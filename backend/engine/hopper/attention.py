@@ -80,14 +80,8 @@ def attend(
     lengths = samples.lengths
     if len(set(lengths)) == 1:
         return one(q, k, v, len(lengths), lengths[0])
-    dtype = q.dtype if v_descale is None else torch.bfloat16
-    out = torch.empty(len(q), q[0].numel(), dtype=dtype, device=q.device)
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        out[rows] = one(q[rows], k[rows], v[rows], 1, length)
-        start += length
-    return out
+    samples_of = (x[: sum(lengths)].split(lengths) for x in (q, k, v))
+    return torch.cat([one(*each, 1, len(each[0])) for each in zip(*samples_of, strict=True)])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
