@@ -80,8 +80,9 @@ def attend(
     lengths = samples.lengths
     if len(set(lengths)) == 1:
         return one(q, k, v, len(lengths), lengths[0])
-    samples_of = (x[: sum(lengths)].split(lengths) for x in (q, k, v))
-    return torch.cat([one(*each, 1, len(each[0])) for each in zip(*samples_of, strict=True)])
+    queries, keys, values = (x[: sum(lengths)].split(lengths) for x in (q, k, v))
+    samples_of = zip(queries, keys, values, strict=True)
+    return torch.cat([one(*each, 1, len(each[0])) for each in samples_of])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Tensor:
