@@ -34,7 +34,12 @@ def close(result: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, f"relative error {error}"
 
 
-@pytest.mark.parametrize(("rows", "width", "out"), [(1, 32, 16), (37, 160, 48), (300, 3072, 9216)])
+@pytest.mark.parametrize("rows", [1, 16, 32, 37, 48, 64, 80, 300])
+@pytest.mark.parametrize(
+    ("width", "out"),
+    # Small odd ones, and a block's at full size.
+    [(32, 16), (160, 48), (3072, 9216), (3072, 3072), (3072, 12288), (12288, 3072)],
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_scaled_mm(rows: int, width: int, out: int, biased: bool) -> None:
     x, x_scale = ops.quantize_rows(normal(rows, width))
