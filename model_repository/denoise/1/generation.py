@@ -147,11 +147,15 @@ class StopSignal:
         self._cancelled = True
 
     def check(self) -> None:
-        """Raises `Cancelled` when the generation must end."""
-        if self._cancelled:
-            raise Cancelled("cancelled by the parameter 'cancel'")
+        """Raises `Cancelled` when the generation must end; asks the server, too."""
+        self.check_known()
         if self._is_disconnected():
             raise Cancelled("cancelled by the client")
+
+    def check_known(self) -> None:
+        """The same by what is known here, at no cost."""
+        if self._cancelled:
+            raise Cancelled("cancelled by the parameter 'cancel'")
         if time.monotonic() > self._deadline:
             raise Cancelled(f"deadline of {self._timeout_ms} ms exceeded")
 
@@ -161,3 +165,13 @@ class StopSignal:
             self.check()
             await asyncio.wait([future], timeout=_POLL_SECONDS)
         return future.result()
+
+    async def during(self, future: asyncio.Future[Any]) -> Any:
+        """Waits for `future`, which uses an engine, to its end; then raises what `check` raised
+        meanwhile: a place that was left earlier would let more computations pile up than there are
+        places."""
+        try:
+            return await self.wait_for(future)
+        except Cancelled:
+            await asyncio.gather(future, return_exceptions=True)
+            raise

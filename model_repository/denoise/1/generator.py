@@ -23,7 +23,7 @@ from schedule import Scheduler
 
 
 class Modulation(NamedTuple):
-    """The modulation net's output at one timestep: [blocks, 2, 6·d] and [2·d]."""
+    """The modulation net's output at one timestep: [blocks, 2, 6·d], and [2·d] on the CPU."""
 
     block: torch.Tensor
     final: torch.Tensor
@@ -33,8 +33,8 @@ class Modulation(NamedTuple):
 class Conditioning:
     """What stays the same over all steps of a generation, one row a prediction.
 
-    encoder_hidden_states: [R, T, text width], zero where padded. text_mask: BOOL [R, T], on the
-    CPU. position_ids: INT32 [R, T + L, 3].
+    encoder_hidden_states: [R, T, text width], zero where padded. On the CPU, since small tensors
+    cross processes faster there: text_mask, BOOL [R, T], and position_ids, INT32 [R, T + L, 3].
     """
 
     encoder_hidden_states: torch.Tensor
@@ -199,7 +199,7 @@ class Generator:
         work.
 
         Raises:
-            GenerationError: see its subclasses; `stop` is looked at before every step.
+            GenerationError: see its subclasses; `stop` is looked at in every step.
         """
         stages = Stages(self._metrics)
         async with self._admission.place(stop):
@@ -226,20 +226,26 @@ class Generator:
                 prompts, generation.num_images_per_prompt, rows=h // 2, columns=w // 2
             )
             for step, modulation in enumerate(modulations):
-                stop.check()
-                noise_pred = await self._engines.predict_noise(
-                    latents.to(self._placement.dtype).repeat(len(prompts), 1, 1),
-                    conditioning,
-                    modulation,
+                stop.check_known()
+                prediction = asyncio.create_task(
+                    self._engines.predict_noise(
+                        latents.to(self._placement.dtype).repeat(len(prompts), 1, 1),
+                        conditioning,
+                        modulation,
+                    )
                 )
-                noise_pred = noise_pred.float()
+                # What asks or tells the server something does so while the engine computes.
+                await asyncio.sleep(0)
+                if step:
+                    self._metrics.step()
+                noise_pred = (await stop.during(prediction)).float()
                 if generation.guided:
                     positive, negative = noise_pred.chunk(2)
                     noise_pred = guide(positive, negative, generation.true_cfg_scale)
                 latents = euler_step(
                     latents, noise_pred, schedule.sigmas[step], schedule.sigmas[step + 1]
                 )
-                self._metrics.step()
+            self._metrics.step()
             stop.check()
             latents = unpack(latents.cpu(), h, w) / self._latents_std + self._latents_mean
             stages.end("denoise")
@@ -288,7 +294,10 @@ class Generator:
 
     async def _modulate(self, timesteps: list[float]) -> list[Modulation]:
         modulations = await self._engines.modulate(torch.tensor(timesteps, dtype=torch.float32))
-        return [Modulation(*map(self._placed, modulation)) for modulation in modulations]
+        return [
+            Modulation(self._placed(block), final.to("cpu", self._placement.dtype, copy=True))
+            for block, final in modulations
+        ]
 
     def _placed(self, output: torch.Tensor) -> torch.Tensor:
         """A part of an engine's output as `dit` takes it, without the memory of the rest."""
@@ -304,7 +313,7 @@ class Generator:
         for row, prompt in enumerate(prompts):
             states[row, : len(prompt)] = prompt
             mask[row, : len(prompt)] = True
-        ids = position_ids(length, rows, columns).to(self._placement.device)
+        ids = position_ids(length, rows, columns)
         return Conditioning(
             encoder_hidden_states=states.repeat_interleave(images, dim=0),
             text_mask=mask.repeat_interleave(images, dim=0),

@@ -31,7 +31,7 @@ class FakeEngines:
     def __init__(self):
         self.encoded, self.modulated, self.steps = [], [], []
         self.fail_encoder = False
-        self.delay = 0.01
+        self.delay, self.step_seconds, self.steps_ended = 0.01, 0.0, 0
         self.on_step = lambda: None
 
     async def encode_text(self, input_ids):
@@ -48,7 +48,8 @@ class FakeEngines:
     async def predict_noise(self, hidden_states, conditioning, modulation):
         self.steps.append((hidden_states.shape, conditioning, modulation))
         self.on_step()
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.step_seconds)
+        self.steps_ended += 1
         states = conditioning.encoder_hidden_states * conditioning.text_mask[..., None]
         mean = states.mean(dim=2).sum(dim=1) / conditioning.text_mask.sum(dim=1)
         text = mean[:, None, None] / 100
@@ -244,6 +245,21 @@ def test_a_cancelled_generation_stops_before_its_next_step():
         with pytest.raises(Cancelled):
             await generator.generate(generation(num_inference_steps=40), stop)
         assert len(engines.steps) == 2
+        assert metrics.loads[-1] == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_in_a_step_keeps_its_place_until_the_step_has_ended():
+    async def scenario():
+        engines, gone = FakeEngines(), []
+        generator, metrics = new(engines)
+        engines.on_step = lambda: gone.append(True) if len(engines.steps) == 2 else None
+        engines.step_seconds = 0.2
+        with pytest.raises(Cancelled, match="by the client"):
+            await generator.generate(generation(), StopSignal(60_000, lambda: bool(gone)))
+        assert (len(engines.steps), engines.steps_ended) == (2, 2)
+        assert metrics.steps == 1  # the one that counted for the picture
         assert metrics.loads[-1] == (0, 0)
 
     asyncio.run(scenario())
