@@ -267,7 +267,7 @@ def start(result: dict[str, Any]) -> Iterator[None]:
 
 
 def requests(result: dict[str, Any]) -> Iterator[None]:
-    """Through Triton, whole: a repository of full size, served."""
+    """Through Triton, whole: a repository of full size, served; then with everything in FP8."""
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
         watch = Stopwatch()
@@ -276,6 +276,9 @@ def requests(result: dict[str, Any]) -> Iterator[None]:
         for found in hopper_requests.measure(repository):
             result |= found
             yield
+        hopper_repository.change_dit(repository, "fp8-rows-all")
+        result["everything in FP8"] = hopper_requests.measure_guided(repository)
+    yield
 
 
 PARTS = {

@@ -44,9 +44,9 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
     profile = load_profile(PROFILE)
     chosen = of_dit(recipe or profile.engines["dit"].precision)
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
-    write_dit(target, chosen)
+    write_transformer(target, chosen, ["dit", "modulation"])
     for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
-        replace(target, engine, full.packed(engine, module(), lambda _: False))
+        replace(target, engine, full.packed(engine, module(), no_fp8))
         torch.cuda.empty_cache()
     describe(target, chosen)
 
@@ -59,17 +59,29 @@ def of_dit(recipe: str) -> EngineRecipe:
     return chosen
 
 
+def change_dit(target: Path, recipe: str) -> None:
+    """Puts a DiT by another recipe into a repository of `make`, of the same weights."""
+    chosen = of_dit(recipe)
+    write_transformer(target, chosen, ["dit"])
+    describe(target, chosen)
+
+
 @torch.inference_mode()
-def write_dit(target: Path, chosen: EngineRecipe) -> None:
-    """Modulation and DiT, of one transformer."""
+def write_transformer(target: Path, chosen: EngineRecipe, engines: list[str]) -> None:
+    """Those of modulation and DiT that `engines` names, of one transformer."""
     models = full.Models(quantized=full.in_fp8(chosen.name))
     if chosen.attention:
         models.use_fp8_attention(full.edges(chosen.name))
-    replace(target, "dit", models.weights)
-    replace(target, "modulation", full.packed("modulation", models.stock, lambda _: False))
+    for engine in engines:
+        weights = models.weights if engine == "dit" else full.packed(engine, models.stock, no_fp8)
+        replace(target, engine, weights)
     del models
     gc.collect()  # an engine refers to itself
     torch.cuda.empty_cache()
+
+
+def no_fp8(_: str) -> bool:
+    return False
 
 
 def replace(target: Path, engine: str, tensors: dict[str, Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Requests through Triton on one CUDA GPU: what a client sees, and what of it the engines take.
 
-    PYTHONPATH=backend/engine python -m bench.hopper_requests REPOSITORY [--out FILE]
+    PYTHONPATH=backend/engine python -m bench.hopper_requests REPOSITORY [--guided] [--out FILE]
 
 REPOSITORY is one of the profile h200-torch: an exported one, or one of `bench.hopper_repository`.
-Every request has a prompt and a seed of its own; warm-up apart. Takes five minutes on an H200.
+Every request has a prompt and a seed of its own; warm-up apart. Takes six minutes on an H200, with
+--guided, for guided requests alone, two.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tokenizers import Tokenizer
 
 from bench.common import RESULTS, Stopwatch, versions
@@ -39,6 +41,7 @@ TEXT_TOKENS = (97, 128)  # of a prompt: the bucket of 128
 # Height and width: the model's own, by its card.
 NATIVE = ((1328, 1328), (928, 1664), (1104, 1472), (1056, 1584))
 FORMATS = ("jpeg", "png", "webp")
+MPS = "nvidia-cuda-mps"  # the processes of NVIDIA's Multi-Process Service
 Answer = tuple[float, Any]  # seconds at the client, what came
 
 
@@ -136,14 +139,11 @@ def measure(
     of the smaller pictures are asked for together. native: other heights and widths.
     """
     result: dict[str, Any] = {}
+    whole: dict[str, Any] = {"height": side, "width": side, "output_format": "jpeg"}
+    half = whole | {"height": side // 2, "width": side // 2}
     with started(repository, result) as server:
-        engine = server.manifest["engines"]["dit"]
-        result["dit"] = {name: engine.get(name) for name in ("precision", "attention")}
         load = Load(server)
-        whole: dict[str, Any] = {"height": side, "width": side, "output_format": "jpeg"}
-        half = whole | {"height": side // 2, "width": side // 2}
-        load.series(2, num_inference_steps=steps, **whole)
-        result["guided"] = load.series(requests, num_inference_steps=steps, **whole)
+        guided(load, result, steps, requests, whole)
         yield result
 
         load.series(2, num_inference_steps=4, true_cfg_scale=1.0, **whole)
@@ -201,9 +201,31 @@ def measure(
     yield result
 
 
+def guided(
+    load: Load, result: dict[str, Any], steps: int, requests: int, shape: dict[str, Any]
+) -> None:
+    """Adds what the DiT is, and a series of guided requests."""
+    engine = load.server.manifest["engines"]["dit"]
+    result["dit"] = {name: engine.get(name) for name in ("precision", "attention")}
+    load.series(2, num_inference_steps=steps, **shape)
+    result["guided"] = load.series(requests, num_inference_steps=steps, **shape)
+
+
+def measure_guided(
+    repository: Path, side: int = 1024, steps: int = 50, requests: int = 10
+) -> dict[str, Any]:
+    """The first part of `measure` alone."""
+    result: dict[str, Any] = {}
+    with started(repository, result) as server:
+        shape = {"height": side, "width": side, "output_format": "jpeg"}
+        guided(Load(server), result, steps, requests, shape)
+    return result
+
+
 @contextmanager
 def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
     """A server; how long it took to start and what it took of the GPU's memory."""
+    result["mps"] = any(process.name().startswith(MPS) for process in psutil.process_iter())
     result["memory_gb_before"] = used_gb()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -212,6 +234,7 @@ def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
             with TritonServer(repository, PROFILE, log_path=log) as server:
                 result["start_s"] = round(watch.seconds(), 1)
                 result["memory_gb_idle"] = round(used_gb() - result["memory_gb_before"], 2)
+                result["memory_gb_by_process"] = used_by_process(server)
                 yield server
         except BaseException:
             if log.is_file():
@@ -221,16 +244,34 @@ def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
 
 def used_gb() -> float:
     """Of the first GPU's memory, 0 without one."""
+    found = nvidia_smi("--query-gpu=memory.used")
+    return round(int(found[0]) * 2**20 / 1e9, 2) if found else 0.0
+
+
+def used_by_process(server: TritonServer) -> dict[str, float]:
+    """GB of the GPU's memory, by what the processes serve."""
+    assert server.process is not None
+    known = {stub.pid: stub.model for stub in server.stubs()} | {server.process.pid: "tritonserver"}
+    result = {}
+    for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
+        pid, used = line.split(",")
+        if int(pid) in known and used.strip().isdecimal():
+            result[known[int(pid)]] = round(int(used) * 2**20 / 1e9, 2)
+    return result
+
+
+def nvidia_smi(query: str) -> list[str]:
+    """The lines of an answer about the first GPU; none without one."""
     if shutil.which("nvidia-smi") is None:
-        return 0.0
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, check=True, capture_output=True, text=True).stdout
-    return round(int(found) * 2**20 / 1e9, 2)
+        return []
+    command = ["nvidia-smi", "-i", "0", query, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.hopper_requests")
     parser.add_argument("repository", type=Path)
+    parser.add_argument("--guided", action="store_true", help="guided requests alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "hopper_requests.json")
     options = parser.parse_args()
     head = {
@@ -240,7 +281,8 @@ def main() -> None:
         "versions": versions(*PACKAGES),
     }
     try:
-        for result in measure(options.repository.absolute()):
+        repository = options.repository.absolute()
+        for result in [measure_guided(repository)] if options.guided else measure(repository):
             options.out.write_text(json.dumps(head | result, indent=1) + "\n", encoding="utf-8")
     except ServeError as error:
         parser.exit(1, f"error: {error}\n")

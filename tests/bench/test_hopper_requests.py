@@ -48,11 +48,13 @@ def test_from_random_weights_to_a_result(small, tmp_path):
     made = tmp_path / "made"
     # As tests/e2e/test_hopper_profile.py has them.
     hopper_repository.make(made, stages=ROOT / "artifacts" / "tests" / "h200-torch.onnx")
+    hopper_repository.change_dit(made, "fp8-rows-all")
     repository = hopper_on_cpu(made, tmp_path / "cpu")
     *_, result = hopper_requests.measure(
         repository, side=64, steps=6, requests=1, in_flight=2, native=((48, 32),)
     )
     json.dumps(result)
+    assert result["dit"] == {"precision": "fp8-rows-all", "attention": "fp8"}
     guided = result["guided"]
     assert guided["requests"] == 1 and guided["num_inference_steps"] == 6
     low, high = hopper_requests.TEXT_TOKENS

@@ -49,20 +49,20 @@ class TextEncoder:
     def __call__(self, input_ids: Tensor) -> Tensor:
         """INT64 [B, S] → BF16 [B, S − dropped, width]."""
         tokens = input_ids.shape[1]
-        padded = functional.pad(input_ids, (0, -tokens % BUCKET))
-        return self.replayed(padded)[:, : tokens - self.dropped_tokens]
+        padded = functional.pad(input_ids, (0, -tokens % BUCKET)).to(self.embeddings.device)
+        embedded = functional.embedding(padded, self.embeddings).to(self.norm.device)
+        return self.replayed(embedded)[:, : tokens - self.dropped_tokens]
 
     def warm_up(self, device: torch.device) -> None:
         """Records the usual lengths, which takes two calls each."""
         for tokens in range(2 * BUCKET, USUAL + 1, BUCKET):
-            ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+            hidden = torch.zeros(1, tokens, len(self.norm), dtype=self.norm.dtype, device=device)
             for _ in range(2):
-                self.replayed(ids)
+                self.replayed(hidden)
 
-    def encode(self, input_ids: Tensor) -> Tensor:
-        """Attention is causal: right padding needs no mask."""
-        hidden = functional.embedding(input_ids, self.embeddings)
-        cos, sin = self.angles(input_ids.shape[1], hidden.device)
+    def encode(self, hidden: Tensor) -> Tensor:
+        """BF16 [B, S, width]. Attention is causal: right padding needs no mask."""
+        cos, sin = self.angles(hidden.shape[1], hidden.device)
         for layer in self.layers:
             hidden = hidden + self.attention(layer, self.normed(hidden, layer.input_norm), cos, sin)
             gate, up = layer.gate_up(self.normed(hidden, layer.mlp_norm)).chunk(2, -1)

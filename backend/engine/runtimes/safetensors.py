@@ -66,6 +66,8 @@ class Runtime:
             self._engine = _ENGINES[description["engine"]](weights, description["config"])
             with torch.inference_mode():
                 self._engine.warm_up(device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what the small calls needed, other processes may use
         except RuntimeError as error:  # torch's, out of memory among them
             raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
         self.inputs, self.outputs = (

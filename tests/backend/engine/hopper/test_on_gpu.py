@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from export.checkpoint import Checkpoint
+from export.engines import engines
+from export.export import entry
+from export.packed import PACKED, write_packed
+from export.progress import ignore_progress
+from export.recipe import load_recipe
 from hopper import ops, reference
 from hopper.attention import Samples, attend, flash_attention
 from hopper.dit import Dit
 from hopper.replay import Replayed
+from hopper.weights import HOST, load
+from runtimes.safetensors import Runtime
+from tests.make_checkpoint import cached_checkpoint
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -135,3 +146,20 @@ def test_dit(fp8: bool, fp8_attention: bool) -> None:
     for _ in range(3):  # computed, recorded, replayed
         found = engine(*given)
         assert similar(found.float().cpu().flatten(), expected.float().flatten(), dim=0) > 0.995
+
+
+def test_the_text_encoder_reads_its_embeddings_on_the_host(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(cached_checkpoint())
+    engine = next(each for each in engines(checkpoint) if each.name == "text_encoder")
+    recipe, borders = load_recipe("bf16")[engine.name], entry(engine, {})
+    write_packed(engine, checkpoint, recipe, borders, None, tmp_path, ignore_progress)
+    weights, _ = load(tmp_path / PACKED, torch.device("cuda"))
+    assert {name for name, tensor in weights.items() if not tensor.is_cuda} == HOST
+    ids = torch.arange(40, 90)[None]
+    found, expected = (
+        Runtime(tmp_path / PACKED, {"device": device}).run({"input_ids": ids})["hidden_states"]
+        for device in ("cuda", "cpu")
+    )
+    assert found.is_cuda
+    similar = functional.cosine_similarity
+    assert similar(found.float().cpu().flatten(), expected.float().flatten(), dim=0) > 0.999
