@@ -19,6 +19,8 @@ from bench.roofline import (
     vae_decoder_work,
 )
 
+# The model's own, as its card names them.
+NATIVE = ("1328×1328 guided", "1664×928 guided", "1472×1104 guided", "1584×1056 guided")
 SIZES = ("1024² guided", "512² guided, 8 requests", "1664×928 guided", "1024²")
 
 
@@ -30,12 +32,24 @@ def measured() -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fp8_attention", [False, True])
-def test_step(measured: dict[str, Any], size: str, fp8_attention: bool) -> None:
-    part = measured["dit_all_fp8"]
-    step = (part["fp8_attention"] if fp8_attention else part)["steps"][size]
+@pytest.mark.parametrize(("part", "bf16_blocks"), [("dit", 4), ("dit_all_fp8", 0)])
+def test_step(
+    measured: dict[str, Any], part: str, bf16_blocks: int, size: str, fp8_attention: bool
+) -> None:
+    found = measured[part]
+    step = (found["fp8_attention"] if fp8_attention else found)["steps"][size]
     shape = step["batch"], step["image_tokens"], step["text_tokens"]
-    computed = dit_work(*shape, "fp8", fp8_attention).seconds(H200) * 1e3
+    computed = dit_work(*shape, "fp8", fp8_attention, bf16_blocks).seconds(H200) * 1e3
     assert computed == pytest.approx(step["ms"], rel=0.15)
+
+
+@pytest.mark.parametrize("size", NATIVE)
+def test_no_size_of_the_model_s_own_is_off_what_its_tokens_predict(
+    measured: dict[str, Any], size: str
+) -> None:
+    steps = measured["dit"]["fp8_attention"]["steps"]
+    usual = steps["1024² guided"]["ratio_to_roofline"]
+    assert steps[size]["ratio_to_roofline"] == pytest.approx(usual, rel=0.15)
 
 
 def test_the_stock_model_in_bf16(measured: dict[str, Any]) -> None:
