@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -231,41 +228,6 @@ def picture(decoder: VaeDecoder, stock: Any, latents: Tensor) -> dict[str, Any]:
     }
 
 
-def start(result: dict[str, Any]) -> Iterator[None]:
-    """A new process: from its start to the first prediction; the file is in the page cache."""
-    stock = full.transformer(initialized=False)
-    inputs = ("hidden_states", "encoder_hidden_states", "text_mask", "position_ids")
-    dtypes = dict.fromkeys((*inputs, "block_modulation", "final_modulation"), "BF16")
-    dtypes |= {"text_mask": "BOOL", "position_ids": "INT32"}
-    description = {
-        "format": 1,
-        "engine": "dit",
-        "config": full.DIT_CONFIG,
-        "inputs": {name: {"dtype": dtype} for name, dtype in dtypes.items()},
-        "outputs": {"noise_pred": {"dtype": "BF16"}},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.safetensors"
-        save_file(
-            full.packed("dit", stock, fp8_blocks),
-            file,
-            metadata={"description": json.dumps(description)},
-        )
-        del stock
-        torch.cuda.empty_cache()
-        result["file_gb"] = round(file.stat().st_size / 1e9, 2)
-        started = time.perf_counter()
-        output = subprocess.run(
-            [sys.executable, "-m", "bench.hopper_start", file],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        result |= json.loads(output.splitlines()[-1])
-        result["process_s"] = round(time.perf_counter() - started, 2)
-    yield
-
-
 def requests(result: dict[str, Any]) -> Iterator[None]:
     """Through Triton, whole: a repository of full size, served; then with everything in FP8."""
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +252,6 @@ PARTS = {
         baselines,
         text_encoder,
         vae_decoder,
-        start,
         requests,
     )
 }
