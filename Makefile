@@ -73,7 +73,7 @@ serve: setup  ## PROFILE=<name> [REPOSITORY=<dir>] [HTTP_PORT= GRPC_PORT= METRIC
 quality: OUT ?= artifacts/quality
 quality: setup  ## measure the pictures [OUT= SERVER=<host:port> | REPOSITORY= PROFILE=] [GATE= REFERENCE=]
 	@$(BIN)/python -m quality run --out "$(OUT)" $(if $(SERVER),--server "$(SERVER)") \
-	    $(if $(filter-out file,$(origin REPOSITORY)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
+	    $(if $(filter-out file,$(origin REPOSITORY) $(origin PROFILE)),--repository "$(REPOSITORY)" --profile "$(PROFILE)") \
 	    $(if $(GATE),--gate "$(GATE)") $(if $(REFERENCE),--reference "$(REFERENCE)")
 
 verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<dir> PROFILE=<name> [GATE= OUT= and those of export]
@@ -81,7 +81,7 @@ verify: setup  ## build, serve, check engines, pictures and speed: CHECKPOINT=<d
 	@$(BIN)/python -m verification --profile "$(PROFILE)" --repository "$(REPOSITORY)" $(STAGES) \
 	    $(if $(TARGET),--target "$(TARGET)") $(if $(GATE),--gate "$(GATE)") $(if $(OUT),--out "$(OUT)")
 
-bench: setup  ## measure serving overhead, batching and export memory; JSON in bench/results
+bench: setup  ## overwrite bench/results/{serving,export_memory}.json: ten minutes, 13 GB of disk, 12 GB of memory
 	$(BIN)/python -m bench.serving
 	$(BIN)/python -m bench.export_memory
 
