@@ -29,7 +29,6 @@ from build.tiny import CALIBRATION, CHECKPOINT
 from export import ExportError
 from export.packed import PACKED
 from export.recipe import EngineRecipe, load_recipe
-from serving.repository import HASHED_BYTES
 
 PROFILE = "h200-torch"
 DISK_GB = 43
@@ -116,7 +115,7 @@ def describe(target: Path, chosen: EngineRecipe) -> None:
     known = {
         file.relative_to(target).as_posix(): {"bytes": file.stat().st_size, "sha256": ""}
         for file in target.rglob(PACKED)
-        if file.stat().st_size > HASHED_BYTES  # a start compares these by their size alone
+        if file.stat().st_size > manifest.HASHED_BYTES  # a start compares samples of these
     }
     found = manifest.read(target)
     assert found is not None

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from export.files import reason
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m build", description=__doc__)
@@ -73,10 +75,10 @@ def main() -> int:
             return 1
         except OSError as error:
             bar.close()
-            where = error.filename or (onnx if arguments.until == "onnx" else f"{onnx}, {result}")
+            where = onnx if arguments.until == "onnx" else f"{onnx}, {result}"
             print(
-                f"export failed: {where}: {error.strerror or error}; the same command goes on from "
-                f"what is finished in {onnx}",
+                f"export failed: {reason(error, where)}; the same command goes on from what is "
+                f"finished in {onnx}",
                 file=sys.stderr,
             )
             return 1

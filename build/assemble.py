@@ -136,6 +136,8 @@ def assemble_onnx(
 
 def _check_place(repository: Path, current: dict[str, Any] | None) -> None:
     """Raises BuildError if replacing the repository would lose somebody's work."""
+    if repository.exists() and not repository.is_dir():
+        raise BuildError(f"{repository} is no folder: name one for the repository")
     if repository.exists() and current is None and any(repository.iterdir()):
         raise BuildError(
             f"{repository} is not empty and holds no exported repository: name another folder"

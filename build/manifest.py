@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 FORMAT = 1
 NAME = "manifest.json"
+# Of larger files a start reads samples only (it hashes about 1 GB/s): it never waits for them.
+HASHED_BYTES = 256 * 1024**2
+_SAMPLES = 64
+_SAMPLE_BYTES = 2**20
 # What operators may edit in place; everything else is the export's alone.
 _EDITABLE_SUFFIXES = {".pbtxt", ".py"}
 
@@ -18,6 +22,20 @@ def digest(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return _sha256_of(iter(lambda: file.read(2**20), b""))
+
+
+def sample(path: Path) -> str:
+    """Returns the SHA-256 of stretches of a file, from its first byte to its last: what tells it
+    from another of its size, such as the same engine of another checkpoint."""
+
+    def stretches() -> Iterator[bytes]:
+        room = max(0, path.stat().st_size - _SAMPLE_BYTES)
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(room * i // (_SAMPLES - 1))
+                yield file.read(_SAMPLE_BYTES)
+
+    return _sha256_of(stretches())
 
 
 def is_artifact(name: str) -> bool:
@@ -31,7 +49,8 @@ def is_leftover(name: str) -> bool:
 
 
 def list_files(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns size and checksum of every file below `folder`, by its relative path.
+    """Returns size and checksum of every file below `folder`, by its relative path; of files beyond
+    HASHED_BYTES also that of samples.
 
     known: what is known of some of them already.
     """
@@ -40,10 +59,12 @@ def list_files(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, An
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != NAME
     }
-    return {
-        name: known.get(name) or {"bytes": path.stat().st_size, "sha256": digest(path)}
-        for name, path in names.items()
-    }
+    result = {}
+    for name, path in names.items():
+        entry = known.get(name) or {"bytes": path.stat().st_size, "sha256": digest(path)}
+        sampled = {"sample": sample(path)} if entry["bytes"] > HASHED_BYTES else {}
+        result[name] = {**entry, **sampled}
+    return result
 
 
 def digest_of_inputs(values: Mapping[str, Any], sources: Iterable[Path], root: Path) -> str:
@@ -87,7 +108,10 @@ def is_sound(manifest: Any) -> bool:
             and ("library" not in entry or describes_engine(entry))
             for entry in manifest["engines"].values()
         )
-        and all(_holds(expected, bytes=int, sha256=str) for expected in manifest["files"].values())
+        and all(
+            _holds(expected, bytes=int, sha256=str) and isinstance(expected.get("sample", ""), str)
+            for expected in manifest["files"].values()
+        )
     )
 
 

@@ -85,9 +85,9 @@ def make_onnx(
     """Makes the folder, or what it lacks. Raises BuildError, CheckpointError, ExportError,
     OSError."""
     check_folder(folder)
+    planned = plan(checkpoint.describe(), profile, calibration)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / MARKER, b'{"format": 1}\n')
-    planned = plan(checkpoint.describe(), profile, calibration)
     kept = {}
     for name, made_from in planned.items():
         if (folder / name).is_dir():
@@ -138,8 +138,10 @@ def is_verified(engines: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises BuildError if the folder holds something else, such as a checkpoint, whose folders
-    have the same names."""
+    """Raises BuildError if the folder is none, or holds something else, such as a checkpoint, whose
+    folders have the same names."""
+    if folder.exists() and not folder.is_dir():
+        raise BuildError(f"{folder} is no folder: name one for the ONNX stage")
     if folder.exists() and not (folder / MARKER).is_file() and any(folder.iterdir()):
         raise BuildError(f"{folder} is not empty and holds no ONNX stage: name another folder")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from build.progress import ProgressBar
+from export.files import reason
 from export.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
             hint = "--height and --width" if options.offload else "--offload"
             return failed(bar, f"the GPU has too little memory: try {hint}")
         except OSError as error:
-            where = error.filename or options.out
-            return failed(bar, f"{where}: {error.strerror or error}")
+            return failed(bar, reason(error, options.out))
     except KeyboardInterrupt:
         bar.close()
         print("calibration interrupted: the same command goes on with it", file=sys.stderr)

@@ -142,9 +142,10 @@ class Checkpoint:
             for field, needed in values.items():
                 found = self.configs[component].get(field, needed)
                 if found != needed:
+                    file = self.path / component / CONFIG_FILES[component]
                     raise CheckpointError(
-                        f"{self.path / component / 'config.json'} has {field} = {found!r}, but "
-                        f"only models with {field} = {needed!r} can be exported"
+                        f"{file} has {field} = {found!r}, but only models with {field} = "
+                        f"{needed!r} can be exported"
                     )
 
     def _build(self, component: str, build: Any) -> Any:

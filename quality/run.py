@@ -23,6 +23,7 @@ from PIL import Image
 
 from build.profile import BuildError
 from build.swap import replaced_when_done
+from export.files import reason
 from quality.captions import LANGUAGES
 from quality.distances import cosine, distances
 from quality.gate import Gate, QualityError
@@ -134,8 +135,7 @@ def measure(
     except BuildError:
         raise QualityError(f"another run into {out} is under way: wait for it") from None
     except OSError as error:
-        where = error.filename or out
-        raise QualityError(f"{where}: {error.strerror or error}") from None
+        raise QualityError(reason(error, out)) from None
     return result
 
 

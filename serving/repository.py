@@ -4,13 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from build.manifest import FORMAT, digest, is_artifact, is_sound
+from build.manifest import FORMAT, HASHED_BYTES, digest, is_artifact, is_sound, sample
 from serving.engines import check_descriptions
 from serving.errors import ServeError
-
-# Hashing runs at about 1 GB/s: files beyond this size are compared by their size alone, so that
-# a start never waits for it.
-HASHED_BYTES = 256 * 1024**2
 
 
 def check_repository(repository: Path, profile: str) -> dict[str, Any]:
@@ -18,7 +14,7 @@ def check_repository(repository: Path, profile: str) -> dict[str, Any]:
 
     Checked: the manifest is there and made for `profile`; the engines are those that it describes;
     every file that it lists is there; every artifact has its size and, up to HASHED_BYTES, its
-    SHA-256.
+    SHA-256, beyond that the SHA-256 of its samples.
     """
     export = f"run `make export CHECKPOINT=<dir> PROFILE={profile} REPOSITORY={repository}`"
     stages = repository.with_name(f"{repository.name}.onnx")
@@ -64,7 +60,8 @@ def _read_manifest(path: Path, export: str) -> dict[str, Any]:
 
 
 def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Says how the file differs from its entry {"bytes", "sha256"}; None if it does not."""
+    """Says how the file differs from its entry {"bytes", "sha256", "sample"}; None if it does
+    not."""
     if not path.is_file():
         return "is missing"
     if not is_artifact(path.name):
@@ -75,6 +72,13 @@ def _file_problem(path: Path, expected: dict[str, Any]) -> str | None:
             return f"has {size} bytes where the manifest says {expected['bytes']}"
         if size <= HASHED_BYTES and digest(path) != expected["sha256"]:
             return "is corrupt (its SHA-256 is not the manifest's)"
+        if size > HASHED_BYTES and "sample" in expected:
+            found = sample(path)
+            if found != expected["sample"]:
+                return (
+                    "is corrupt, or another file of the same size (samples of it have the SHA-256 "
+                    f"{found[:12]}…, those of the manifest's {expected['sample'][:12]}…)"
+                )
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None

@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export.files import reason
+
 if TYPE_CHECKING:
     from quality.gate import Gate
 
@@ -52,11 +54,15 @@ def main() -> int:
             print(f"verify: {error}", file=sys.stderr)
             return FAILED
         except OSError as error:
-            print(f"verify: {error.filename}: {error.strerror or error}", file=sys.stderr)
+            print(f"verify: {reason(error, place_of_report(options))}", file=sys.stderr)
             return FAILED
     except KeyboardInterrupt:
         print("verify: interrupted; what is finished is kept and not done again", file=sys.stderr)
         return 130
+
+
+def place_of_report(options: argparse.Namespace) -> Path:
+    return options.out or Path("artifacts") / "verify" / options.profile
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -65,7 +71,7 @@ def verify(options: argparse.Namespace) -> int:
     from quality.gate import QualityError, load_gate
 
     repository = options.repository or Path("artifacts") / options.profile
-    out = options.out or Path("artifacts") / "verify" / options.profile
+    out = place_of_report(options)
     if out.exists() and not out.is_dir():
         raise QualityError(f"{out} is not a folder: name another one as OUT")
     tiny = options.checkpoint.resolve() == CHECKPOINT
@@ -110,7 +116,7 @@ def check(
     cases = out / "cases.safetensors"
     if not are_of(cases, reference):
         _run(
-            *("verification.cases", "--checkpoint", checkpoint, "--gate", gate.folder),
+            *("verification.make_cases", "--checkpoint", checkpoint, "--gate", gate.folder),
             *("--reference", reference, "--dtype", dtype, "--out", cases),
         )
     bar = ProgressBar()

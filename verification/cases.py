@@ -6,18 +6,17 @@ own. Cases are kept in one safetensors file: `<engine>/<case>/<in|out>/<tensor>`
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from export.stored import first_line
 from quality.gate import Gate, Prompt, QualityError, load_gate
 from quality.run import RESULT, load_run
 from quality.served import pack, position_ids
@@ -42,11 +41,14 @@ class Case(NamedTuple):
 
 
 def are_of(path: Path, reference: Path) -> bool:
-    """Whether the file is there, and its cases are of that run."""
+    """Whether the file is there and whole, and its cases are of that run."""
     if not path.is_file():
         return False
-    with safe_open(path, "numpy") as file:
-        return (file.metadata() or {}).get("reference") == _digest(reference)
+    try:
+        with safe_open(path, "numpy") as file:
+            return (file.metadata() or {}).get("reference") == _digest(reference)
+    except SafetensorError:
+        return False
 
 
 def _digest(reference: Path) -> str:
@@ -212,33 +214,28 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.float().cpu().numpy()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m verification.cases", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--gate", type=Path, required=True)
-    parser.add_argument("--reference", type=Path, required=True, help="a run of the gate")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
-    options = parser.parse_args()
-    try:
-        gate = load_gate(options.gate)
-        noise = load_run(options.reference).noise()
-        assert noise is not None  # the gate has noise levels
-        cases = make_cases(options.checkpoint, gate, noise, options.dtype)
-    except QualityError as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return 2
+def write_cases(
+    checkpoint: Path, gate_folder: Path, reference: Path, dtype: str, out: Path
+) -> None:
+    """Makes the cases of a gate and writes them; reference: a run of it, with noise.
+
+    Raises QualityError, OSError.
+    """
+    gate = load_gate(gate_folder)
+    noise = load_run(reference).noise()
+    assert noise is not None  # the gate has noise levels
+    cases = make_cases(checkpoint, gate, noise, dtype)
     tensors = {
         f"{case.engine}/{case.name}/{direction}/{name}": np.ascontiguousarray(array)
         for case in cases
         for direction, arrays in (("in", case.inputs), ("out", case.outputs))
         for name, array in arrays.items()
     }
-    unfinished = options.out.with_name(f".{options.out.name}.partial")
-    save_file(tensors, unfinished, {"reference": _digest(options.reference)})
-    unfinished.replace(options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    unfinished = out.with_name(f".{out.name}.partial")
+    try:
+        save_file(tensors, unfinished, {"reference": _digest(reference)})
+        unfinished.replace(out)
+    except SafetensorError as error:  # its word for a full disk, among others
+        raise QualityError(f"{out} cannot be written: {first_line(error)}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from build import manifest
-from build.assemble import ROOT, assemble
+from build.assemble import ROOT, assemble, assemble_onnx
 from build.onnx_stage import is_verified
 from build.profile import BuildError, load_profile
 from build.swap import replaced_when_done
+from export import ExportError, ignore_progress
 
 
 def files_of(folder):
@@ -231,6 +232,30 @@ def test_stages_do_not_replace_a_checkpoint(checkpoint, tmp_path):
     with pytest.raises(BuildError, match="mine is not empty and holds no ONNX stage"):
         assemble(checkpoint, load_profile("cpu"), tmp_path / "repository", onnx=mine)
     assert files_of(mine) == before
+
+
+def test_a_file_where_a_folder_should_be_is_named(checkpoint, tmp_path):
+    profile, file = load_profile("cpu"), tmp_path / "file"
+    file.write_text("years of work")
+    with pytest.raises(BuildError, match=r"file is no folder: name one for the ONNX stage$"):
+        assemble(checkpoint, profile, tmp_path / "repository", onnx=file)
+    with pytest.raises(BuildError, match=r"file is no folder: name one for the repository$"):
+        assemble(checkpoint, profile, file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_calibration_that_is_refused_leaves_nothing(checkpoint, tmp_path):
+    with pytest.raises(ExportError, match="no-ranges is missing"):
+        assemble_onnx(
+            checkpoint,
+            load_profile("b300"),
+            "auto",
+            ignore_progress,
+            1,
+            tmp_path / "no-ranges",
+            tmp_path / "stage",
+        )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("inside", ["", "stages", ".."])

@@ -54,6 +54,26 @@ def test_an_engine_with_a_field_of_another_type_makes_it_none(field, tmp_path):
     assert manifest.read(tmp_path) is None
 
 
+def test_samples_of_another_type_make_it_none(tmp_path):
+    file = {"bytes": 6, "sha256": "0" * 64, "sample": None}
+    manifest.write(tmp_path, {**MANIFEST, "files": {"model.plan": file}})
+    assert manifest.read(tmp_path) is None
+
+
+def test_samples_reach_from_the_first_byte_to_the_last(tmp_path):
+    path = tmp_path / "engine"
+    whole = bytearray(3 * 2**20)
+    path.write_bytes(whole)
+    before = manifest.sample(path)
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        whole[place] ^= 1
+        path.write_bytes(whole)
+        assert manifest.sample(path) != before
+        whole[place] ^= 1
+    path.write_bytes(b"")
+    assert manifest.sample(path) != before
+
+
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, json.dumps([MANIFEST])])
 def test_what_is_no_manifest_at_all(text, tmp_path):
     (tmp_path / manifest.NAME).write_text(text)

@@ -110,6 +110,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "layered rope": (edit(DIT, use_layer3d_rope=True), "use_layer3d_rope = True"),
     "vae attention": (edit("vae/config.json", attn_scales=[1.0]), r"attn_scales = \[1.0\]"),
     "rgba": (edit("vae/config.json", input_channels=4), "input_channels = 4"),
+    "stochastic": (
+        edit("scheduler/scheduler_config.json", stochastic_sampling=True),
+        "scheduler/scheduler_config.json has stochastic_sampling = True, but only models with",
+    ),
     "nonsense": (
         edit(DIT, num_layers="two"),
         "transformer/config.json does not make a QwenImageTransformer2DModel: ",

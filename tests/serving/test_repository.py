@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from build import manifest
 from serving.errors import ServeError
 from serving.repository import check_repository
 from tests.serving.repositories import make_repository
@@ -84,9 +85,30 @@ def test_another_profile_is_refused_with_both_names(repository: Path) -> None:
         check_repository(repository, "h200")
 
 
-def test_large_files_are_compared_by_their_size_only(
+def test_of_large_files_samples_are_compared(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_a_byte(repository / ENGINE)
-    monkeypatch.setattr("serving.repository.HASHED_BYTES", 1000)
+    for module in ("build.manifest", "serving.repository"):
+        monkeypatch.setattr(f"{module}.HASHED_BYTES", 1000)
+    monkeypatch.setattr("build.manifest._SAMPLE_BYTES", 10)
+    edit_manifest(repository, files=manifest.list_files(repository, {}))
+    check_repository(repository, "cpu")
+    engine = repository / ENGINE
+    written = engine.read_bytes()
+    for place in (0, len(written) - 1):
+        engine.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        with pytest.raises(ServeError, match=r"another file of the same size .* `make export "):
+            check_repository(repository, "cpu")
+    # The same engine of another checkpoint, say.
+    engine.write_bytes(bytes(255 - byte for byte in written))
+    with pytest.raises(ServeError, match=r"the SHA-256 \w{12}…, those of the manifest's \w{12}…"):
+        check_repository(repository, "cpu")
+    # An older export wrote no samples.
+    edit_manifest(
+        repository,
+        files={
+            name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+            for name, entry in manifest.list_files(repository, {}).items()
+        },
+    )
     check_repository(repository, "cpu")

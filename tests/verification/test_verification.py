@@ -2,9 +2,12 @@
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,8 +15,9 @@ from build import manifest
 from quality.gate import load_gate
 from tests.conftest import ROOT
 from tests.e2e.serving_helpers import perturb
+from verification import __main__ as verification
 from verification.__main__ import check
-from verification.cases import read_cases
+from verification.cases import are_of, read_cases
 from verification.report import write_report
 
 
@@ -102,3 +106,59 @@ def test_a_gate_without_noise_levels_is_refused_before_any_work(gate, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert "has no noise_levels: set some in its gate.yaml" in done.stderr
     assert not (tmp_path / "repository").exists()
+
+
+def make_cases(out, **options):
+    gate = ROOT / "quality" / "gates" / "tiny"
+    command = [sys.executable, "-m", "verification.make_cases", "--dtype", "float32", "--out", out]
+    command += ["--checkpoint", "checkpoints/tiny", "--gate", gate]
+    return subprocess.Popen(
+        [*command, "--reference", gate / "reference"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+def test_cases_that_do_not_fit_are_one_sentence(tmp_path):
+    def full_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    path = tmp_path / "cases.safetensors"
+    process = make_cases(path, preexec_fn=full_disk)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    (sentence,) = said.splitlines()
+    assert sentence.startswith(f"verify: {path} cannot be written: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_cases_leave_the_word_to_who_wanted_them(tmp_path):
+    def interruptible():  # a shell's background commands are not
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = make_cases(tmp_path / "cases.safetensors", preexec_fn=interruptible)
+    time.sleep(2)  # its libraries take longer
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (130, "")
+
+
+def test_cases_that_were_cut_short_are_made_again(report, out, gate, tmp_path):
+    cut = tmp_path / "cases.safetensors"
+    cut.write_bytes((out / "cases.safetensors").read_bytes()[:-10])
+    assert are_of(out / "cases.safetensors", out / "reference")
+    assert not are_of(cut, out / "reference")
+
+
+def test_a_full_disk_is_placed(monkeypatch, capsys, tmp_path):
+    def fail(options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(verification, "verify", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["verify", "--checkpoint", "c", "--out", str(tmp_path)])
+    assert verification.main() == 2
+    assert capsys.readouterr().err == f"verify: {tmp_path}: No space left on device\n"
