@@ -37,7 +37,7 @@ demo: setup  ## export a small checkpoint, serve it, write demo.png [PROMPT= SEE
 	$(BIN)/python -m serving.demo --prompt "$$DEMO_PROMPT" --output "$(OUT)" $(if $(SEED),--seed "$(SEED)")
 
 test: setup  ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup  ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from build.assemble import assemble
 from build.profile import load_profile
@@ -25,10 +26,24 @@ OTHER_CONFIG = {
 }
 
 
-def exported(name: str, checkpoint: Path) -> Path:
-    repository = ROOT / "artifacts" / "tests" / name
-    assemble(checkpoint, load_profile("cpu"), repository)
-    return repository
+def shared(name: str) -> Path:
+    """Where a repository lies that several tests have; `<name>.onnx` beside it are its stages."""
+    return ROOT / "artifacts" / "tests" / name
+
+
+def alone_with(name: str) -> FileLock:
+    """Keeps the workers of one run out of each other's way: a second export is refused."""
+    place = shared(name)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(place.with_name(f"{name}.lock"))
+
+
+def exported(
+    name: str, checkpoint: Path, profile: str = "cpu", calibration: Path | None = None
+) -> Path:
+    with alone_with(name):
+        assemble(checkpoint, load_profile(profile), shared(name), calibration=calibration)
+    return shared(name)
 
 
 @pytest.fixture(scope="session")

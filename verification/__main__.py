@@ -180,7 +180,7 @@ def _reference(checkpoint: Path, fingerprint: str, gate: Gate, dtype: str, out: 
 def _run(module: str, *arguments: str | Path) -> None:
     """Runs one of the project's commands in a process of its own, whose memory goes with it."""
     done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT)
-    if done.returncode == 130:
+    if done.returncode in (130, -signal.SIGINT):  # Python's own end, within an exec()
         raise KeyboardInterrupt
     if done.returncode:
         from quality.gate import QualityError

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen2_5_VLTextConfig
 
 from bench import hopper_engines, hopper_repository, hopper_requests
-from tests.conftest import ROOT
+from tests.conftest import alone_with, shared
 from tests.e2e.serving_helpers import hopper_on_cpu
 
 SMALL = {
@@ -46,8 +46,8 @@ def small(monkeypatch):
 
 def test_from_random_weights_to_a_result(small, tmp_path):
     made = tmp_path / "made"
-    # As tests/e2e/test_hopper_profile.py has them.
-    hopper_repository.make(made, stages=ROOT / "artifacts" / "tests" / "h200-torch.onnx")
+    with alone_with("h200-torch"):  # tests/e2e/test_hopper_profile.py has these stages, too
+        hopper_repository.make(made, stages=shared("h200-torch.onnx"))
     hopper_repository.change_dit(made, "fp8-rows-all")
     repository = hopper_on_cpu(made, tmp_path / "cpu")
     *_, result = hopper_requests.measure(

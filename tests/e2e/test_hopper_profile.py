@@ -6,21 +6,17 @@ import json
 import numpy as np
 import pytest
 
-from build.assemble import assemble
-from build.profile import load_profile
 from build.tiny import CALIBRATION
 from serving.engines import find_gpu
 from serving.errors import ServeError
 from serving.server import TritonServer
-from tests.conftest import ROOT
+from tests import conftest
 from tests.e2e.serving_helpers import generate, hopper_on_cpu
 
 
 @pytest.fixture(scope="module")
 def exported(tiny_checkpoint):
-    repository = ROOT / "artifacts" / "tests" / "h200-torch"
-    assemble(tiny_checkpoint, load_profile("h200-torch"), repository, calibration=CALIBRATION)
-    return repository
+    return conftest.exported("h200-torch", tiny_checkpoint, "h200-torch", CALIBRATION)
 
 
 def test_the_manifest_says_what_is_in_fp8(exported):

@@ -143,7 +143,9 @@ def test_interrupted_cases_leave_the_word_to_who_wanted_them(tmp_path):
     time.sleep(2)  # its libraries take longer
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
-    assert (process.returncode, said) == (130, "")
+    # Python itself ends by the signal if it came within an exec(): a shell says 130 of both.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said == ""
 
 
 def test_cases_that_were_cut_short_are_made_again(report, out, gate, tmp_path):
