@@ -225,7 +225,9 @@ def measure_guided(
 @contextmanager
 def started(repository: Path, result: dict[str, Any]) -> Iterator[TritonServer]:
     """A server; how long it took to start and what it took of the GPU's memory."""
-    result["mps"] = any(process.name().startswith(MPS) for process in psutil.process_iter())
+    result["mps"] = any(
+        (process.info["name"] or "").startswith(MPS) for process in psutil.process_iter(["name"])
+    )
     result["memory_gb_before"] = used_gb()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"

@@ -54,10 +54,7 @@ def main() -> int:
                 arguments.prompt, num_inference_steps=20, seed=arguments.seed
             )
         generation.images[0].save(arguments.output)
-    except (BuildError, CheckpointError, ExportError, ServeError, QwenImageError) as error:
-        print(f"demo failed: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
+    except (BuildError, CheckpointError, ExportError, OSError, QwenImageError, ServeError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

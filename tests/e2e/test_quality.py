@@ -12,7 +12,7 @@ from quality.served import Served
 from serving.server import TritonServer
 from tests.conftest import ROOT
 from tests.e2e.reference import largest_difference, reference_images
-from tests.e2e.serving_helpers import perturb
+from tests.e2e.serving_helpers import perturb, with_fewer_prompts
 
 GATE = ROOT / "quality" / "gates" / "tiny"
 
@@ -57,12 +57,7 @@ def test_the_shipped_reference_is_what_diffusers_draws(tiny_checkpoint):
 
 def test_a_perturbed_attention_layer_is_found(run, tiny_repository, tmp_path):
     """With 60 of the prompts, against the unperturbed server's pictures of them."""
-    folder = tmp_path / "gate"
-    folder.mkdir()
-    (folder / "gate.yaml").write_text((GATE / "gate.yaml").read_text())
-    lines = (GATE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:60]
-    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    gate = load_gate(folder)
+    gate = load_gate(with_fewer_prompts(GATE, tmp_path / "gate", 60))
 
     def on(repository, out, reference=None):
         with TritonServer(repository) as server, Served(server.grpc_url) as served:

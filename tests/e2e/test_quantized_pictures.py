@@ -13,6 +13,7 @@ from quality.run import load_run, measure
 from quality.served import Served
 from serving.server import TritonServer
 from tests.conftest import ROOT, exported
+from tests.e2e.serving_helpers import with_fewer_prompts
 
 GATE = ROOT / "quality" / "gates" / "tiny"
 PICTURES = 40
@@ -23,13 +24,9 @@ PICTURES = 40
 )
 def test_the_pictures_stay_good(profile, margin, tiny_checkpoint, tmp_path):
     repository = exported(f"tiny-{profile}", tiny_checkpoint, profile, CALIBRATION)
-    folder = tmp_path / "gate"
-    folder.mkdir()
-    (folder / "gate.yaml").write_text((GATE / "gate.yaml").read_text())
-    lines = (GATE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:PICTURES]
-    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    gate = load_gate(with_fewer_prompts(GATE, tmp_path / "gate", PICTURES))
     with TritonServer(repository, profile) as server, Served(server.grpc_url) as served:
-        result = measure(load_gate(folder), served, tmp_path / "run", None, ignore_progress)
+        result = measure(gate, served, tmp_path / "run", None, ignore_progress)
     exact = load_run(load_gate(GATE).reference).result["pictures"][:PICTURES]
     assert [one["prompt"] for one in exact] == [one["prompt"] for one in result["pictures"]]
     wanted = sum(one["score"] for one in exact) / PICTURES

@@ -17,6 +17,7 @@ import pytest
 from serving.processes import descendants, is_alive
 from serving.server import TritonServer
 from serving.supervisor import Supervisor
+from tests.e2e.serving_helpers import wait_until
 from tests.serving.clients import Waiting, infer
 from tests.serving.repositories import make_repository
 
@@ -45,7 +46,8 @@ class Service:
             )
 
     def wait_for(self, text: str, times: int = 1, timeout: float = 30.0) -> None:
-        until(lambda: self.output.read_text().count(text) >= times, timeout, self.output.read_text)
+        said = self.output.read_text
+        wait_until(lambda: said().count(text) >= times, timeout, said)
 
     def descendants(self) -> list[psutil.Process]:
         return descendants(self.process.pid)
@@ -68,15 +70,6 @@ class Service:
                 if f"/{model}/1/model.py" in " ".join(process.cmdline()):
                     found.append(process)
         return found
-
-
-def until(
-    condition: Callable[[], bool], timeout: float, explanation: Callable[[], str] = str
-) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, explanation()
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -155,7 +148,7 @@ def test_a_second_signal_does_not_wait(serve: Callable[..., Service]) -> None:
 
 def test_a_stop_while_starting(serve: Callable[..., Service]) -> None:
     service = serve(initialize="time.sleep(60)")
-    until(lambda: bool(service.stubs("sleeper")), timeout=10)
+    wait_until(lambda: bool(service.stubs("sleeper")), timeout=10)
     service.process.terminate()
     assert service.process.wait(timeout=3) == 0
 
@@ -168,7 +161,7 @@ def test_nothing_outlives_a_killed_supervisor(serve: Callable[..., Service]) -> 
     shared_memory = service.shared_memory()
     service.process.kill()
     service.process.wait()
-    until(lambda: not any(is_alive(process) for process in descendants), timeout=3)
+    wait_until(lambda: not any(is_alive(process) for process in descendants), timeout=3)
     assert not any(file.exists() for file in shared_memory)
 
 

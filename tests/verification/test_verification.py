@@ -7,14 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
 from build import manifest
 from quality.gate import load_gate
 from tests.conftest import ROOT
-from tests.e2e.serving_helpers import perturb
+from tests.e2e.serving_helpers import perturb, wait_until
 from verification import __main__ as verification
 from verification.__main__ import check
 from verification.cases import are_of, read_cases
@@ -140,7 +140,8 @@ def test_interrupted_cases_leave_the_word_to_who_wanted_them(tmp_path):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     process = make_cases(tmp_path / "cases.safetensors", preexec_fn=interruptible)
-    time.sleep(2)  # its libraries take longer
+    libraries = Path(f"/proc/{process.pid}/maps")  # among which it is still loading others
+    wait_until(lambda: "libtorch" in libraries.read_text(), timeout=60)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
     # Python itself ends by the signal if it came within an exec(): a shell says 130 of both.
