@@ -197,11 +197,15 @@ class AsyncClient:
         now = asyncio.get_running_loop().time
         deadline = None if timeout is None else now() + timeout
         attempt = 0
+        lost = False  # an attempt that the server may still compute
         while True:
             attempt += 1
-            if call.cancelled.is_set():
-                raise RequestCancelledError(f"request {request_id} was cancelled")
             try:
+                if lost and not call.cancelled.is_set():
+                    await self._end_lost(request_id)
+                    lost = False
+                if call.cancelled.is_set():
+                    raise RequestCancelledError(f"request {request_id} was cancelled")
                 return await self._attempt(call, request_id, tensors, deadline)
             except ServerUnavailableError as error:
                 pause = min(FIRST_RETRY_PAUSE * 2 ** (attempt - 1), LONGEST_RETRY_PAUSE)
@@ -214,9 +218,13 @@ class AsyncClient:
             call.answer = None
             # Every attempt has the same id, so that whoever knows it can cancel whichever
             # attempt is running. If only the connection broke, the server may still compute
-            # the last one: end that first, for two requests must not share an id.
-            with contextlib.suppress(QwenImageError):
-                await self._cancel_at_server(request_id)
+            # the last one: end that first, for two requests must not share an id. A server
+            # that cannot be told now is told before the next attempt, which fails if that does.
+            if not lost:
+                try:
+                    await self._end_lost(request_id)
+                except ServerUnavailableError:
+                    lost = True
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(call.cancelled.wait(), pause)
 
@@ -285,6 +293,21 @@ class AsyncClient:
                 failures += 1
             except QwenImageError:
                 failures = 0
+
+    async def _end_lost(self, request_id: str) -> None:
+        """Cancels until the server knows no such request, or for as long as `cancel` tries.
+
+        Raises ServerUnavailableError. A server that has no `cancel` is left alone.
+        """
+        try:
+            for pause in CANCEL_PAUSES:
+                if not await self._cancel_at_server(request_id):
+                    return
+                await asyncio.sleep(pause)
+        except ServerUnavailableError:
+            raise
+        except QwenImageError:
+            return
 
     async def _cancel_at_server(self, request_id: str) -> bool:
         result = await self._limited(

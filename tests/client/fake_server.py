@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.server import TritonServer
+from tests.waiting import wait_until
 
 MODELS = Path(__file__).parent / "fake_models"
 
@@ -76,9 +77,8 @@ class FakeServer:
 
     def wait_for(self, request_id: str, event: str, seconds: float = 5.0) -> None:
         """Waits for the journal's first such entry."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self.count(request_id, event):
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"no {event} of {request_id}: {self.journal(request_id)}")
+        wait_until(
+            lambda: self.count(request_id, event) > 0,
+            seconds,
+            lambda: f"no {event} of {request_id}: {self.journal(request_id)}",
+        )

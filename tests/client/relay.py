@@ -14,6 +14,8 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
         self.sent = bytearray()  # what the clients wrote
+        self._down = threading.Event()
+        self.refused = 0  # connections, while it was down
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -23,6 +25,10 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            if self._down.is_set():
+                near.close()
+                self.refused += 1
+                continue
             far = socket.create_connection(self._target)
             self._sockets += [near, far]
             for ends in ((near, far, self.sent), (far, near, bytearray())):
@@ -36,6 +42,14 @@ class Relay:
                 sink.sendall(data)
         except OSError:
             pass
+
+    def go_down(self) -> None:
+        """Cuts all connections and takes no new ones until `come_back`."""
+        self._down.set()
+        self.cut()
+
+    def come_back(self) -> None:
+        self._down.clear()
 
     def cut(self) -> None:
         # Not those that clients open from now on: they come back at once.

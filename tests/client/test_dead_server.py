@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from qwen_image_client import Client, Protocol, ServerUnavailableError
+from qwen_image_client import Client, Protocol, RequestCancelledError, ServerUnavailableError
+from tests.waiting import wait_until
 
 from .fake_server import FakeServer
 from .relay import Relay
@@ -53,8 +54,34 @@ def test_a_lost_connection_ends_the_first_attempt_before_the_second(
         time.sleep(0.1)
         relay.cut()
         assert handle.result(timeout=20).images
-    entries = server.journal(request_id)
-    assert [e["event"] for e in entries] == ["request", "cancel", "answer", "request", "answer"]
+    assert_one_after_the_other(server, request_id)
+
+
+def test_a_network_that_was_away_does_not_leave_two_attempts(
+    relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
+) -> None:
+    """The first attempt cannot be cancelled before the network is back."""
+    with Client(relay.address, protocol, retries=30) as client:
+        handle = client.submit("sleep 20", request_id=request_id, timeout=40)
+        server.wait_for(request_id, "request")
+        time.sleep(0.1)
+        relay.go_down()
+        wait_until(lambda: relay.refused > 2)
+        assert server.count(request_id, "cancel") == 0
+        relay.come_back()
+        server.wait_for(request_id, "answer", seconds=10.0)
+        wait_until(lambda: server.count(request_id, "request") == 2)
+        handle.cancel()
+        with pytest.raises(RequestCancelledError):
+            handle.result(timeout=10)
+    assert_one_after_the_other(server, request_id)
+
+
+def assert_one_after_the_other(server: FakeServer, request_id: str) -> None:
+    events = [e["event"] for e in server.journal(request_id)]
+    attempts = [event for event in events if event != "cancel"]
+    assert attempts == ["request", "answer", "request", "answer"], events
+    assert "cancel" in events[: events.index("answer")], events
     assert server.cancelled(request_id)
 
 

@@ -118,16 +118,6 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def wait_until(
-    condition: Callable[[], bool], timeout: float = 10.0, explanation: Callable[[], str] = str
-) -> None:
-    """explanation: what is told when it did not become so in `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, explanation() or f"not so within {timeout} s"
-        time.sleep(0.05)
-
-
 def with_fewer_prompts(gate: Path, folder: Path, count: int) -> Path:
     """Copies a gate with the first of its prompts; returns the folder, which is made."""
     folder.mkdir()

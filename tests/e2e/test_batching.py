@@ -1,7 +1,8 @@
 import threading
 
 from tests.e2e.reference import largest_difference
-from tests.e2e.serving_helpers import Call, generate, metrics, statistics, wait_until
+from tests.e2e.serving_helpers import Call, generate, metrics, statistics
+from tests.waiting import wait_until
 
 
 def test_batching_changes_nothing(server):

@@ -8,7 +8,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from qwen_image_client import AsyncClient, Client, RequestCancelledError
-from tests.e2e.serving_helpers import SMALL, Call, generate, metrics, tensors, wait_until
+from tests.e2e.serving_helpers import SMALL, Call, generate, metrics, tensors
+from tests.waiting import wait_until
 
 STEPS = "qwen_image_steps_total"
 CANCELLED = 'qwen_image_requests_total{outcome="cancelled"}'

@@ -4,7 +4,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from serving.server import TritonServer
-from tests.e2e.serving_helpers import Call, generate, metrics, parameter, variant, wait_until
+from tests.e2e.serving_helpers import Call, generate, metrics, parameter, variant
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 import asyncio
 
 from bench.soak import soak
-from tests.e2e.serving_helpers import metrics, wait_until
+from tests.e2e.serving_helpers import metrics
+from tests.waiting import wait_until
 
 
 def test_a_short_soak_fails_nothing_and_leaves_nothing(server):

@@ -17,9 +17,9 @@ import pytest
 from serving.processes import descendants, is_alive
 from serving.server import TritonServer
 from serving.supervisor import Supervisor
-from tests.e2e.serving_helpers import wait_until
 from tests.serving.clients import Waiting, infer
 from tests.serving.repositories import make_repository
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

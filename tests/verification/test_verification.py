@@ -14,7 +14,8 @@ import pytest
 from build import manifest
 from quality.gate import load_gate
 from tests.conftest import ROOT
-from tests.e2e.serving_helpers import perturb, wait_until
+from tests.e2e.serving_helpers import perturb
+from tests.waiting import wait_until
 from verification import __main__ as verification
 from verification.__main__ import check
 from verification.cases import are_of, read_cases
