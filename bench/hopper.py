@@ -174,6 +174,21 @@ def baselines(result: dict[str, Any]) -> Iterator[None]:
     result["diffusers_compiled_blocks_ms"] = median_ms(step, 5, 1)
 
 
+def cache_dit(result: dict[str, Any]) -> Iterator[None]:
+    """The stock module, eager, with cache-dit, which skips steps."""
+    from bench import hopper_cache  # needs cache-dit
+
+    models = Models(quantized=lambda _: False)
+    inputs = models.inputs(2, 64, 64)
+
+    def step(latents: Tensor, sigma: float) -> Tensor:
+        given = {**inputs, "hidden_states": latents}
+        return stock_step(models.stock, given, [[(1, 64, 64)]] * 2, sigma)
+
+    result |= hopper_cache.measure(models.stock, step, inputs["hidden_states"])
+    yield
+
+
 def text_encoder(result: dict[str, Any]) -> Iterator[None]:
     stock = full.language_model()
     for name, quantized in (("bf16", lambda _: False), ("fp8", fp8_blocks)):
@@ -250,6 +265,7 @@ PARTS = {
         dit_all_fp8,
         torch_init,
         baselines,
+        cache_dit,
         text_encoder,
         vae_decoder,
         requests,

@@ -197,8 +197,7 @@ class Models:
     ) -> Inputs:
         """Random ones; valid: text tokens of each row, all by default."""
         generator = torch.Generator(DEVICE).manual_seed(batch * height + width)
-        counts = torch.tensor(valid or [TEXT_TOKENS] * batch, device=DEVICE)
-        text = torch.arange(TEXT_TOKENS, device=DEVICE)
+        counts = torch.tensor(valid or [TEXT_TOKENS] * batch)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, device=DEVICE, generator=generator).bfloat16()
@@ -209,7 +208,7 @@ class Models:
         return {
             "hidden_states": normal(batch, height * width, 64),
             "encoder_hidden_states": normal(batch, TEXT_TOKENS, TEXT_CONFIG.hidden_size),
-            "text_mask": text < counts[:, None],
+            "text_mask": torch.arange(TEXT_TOKENS) < counts[:, None],
             "position_ids": positions.to(DEVICE).repeat(batch, 1, 1),
             "block_modulation": blocks,
             "final_modulation": final,
@@ -230,8 +229,7 @@ class Models:
             return attend(q, k, v, *arguments)
 
         hopper_dit.attend = recorded
-        lengths = (4096 + TEXT_TOKENS,) * 2 if self.dit.needs_lengths else ()
-        self.dit.predict(**self.inputs(2, 64, 64), lengths=lengths)
+        Dit(self.weights, DIT_CONFIG)(**self.inputs(2, 64, 64))  # its first call is not a replay
         hopper_dit.attend = attend
         for i, value in enumerate(largest):
             if i not in but:
@@ -244,7 +242,7 @@ def stock_step(stock: Any, inputs: Inputs, shapes: Any, sigma: float) -> Tensor:
     prediction: Tensor = stock(
         hidden_states=inputs["hidden_states"],
         encoder_hidden_states=inputs["encoder_hidden_states"],
-        encoder_hidden_states_mask=None if mask.all() else mask,
+        encoder_hidden_states_mask=None if mask.all() else mask.to(DEVICE),
         timestep=torch.full((len(mask),), sigma, device=DEVICE).bfloat16(),
         img_shapes=shapes,
         return_dict=False,

@@ -41,20 +41,38 @@ def needs_lengths(device: torch.device) -> bool:
     return device.type != "cuda" or flash_attention() is None
 
 
-def join(text_mask: Tensor, image_tokens: int) -> tuple[Tensor, Tensor]:
-    """Places INT32 [R] of rows in the order "all text, then all image", and the samples' `ends`.
+def join(
+    text_mask: Tensor, image_tokens: int, text_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows "all texts, then all images", the texts without most of their padding.
 
     A sample has its valid text first, then its image, and the next sample follows at once. Padding
     lies behind the last sample: kernels read on to the end of a tile, and not finite values there
-    would spread. text_mask: BOOL [B, T].
+    would spread.
+
+    Args:
+        text_mask: BOOL [B, T].
+        text_rows: the texts' rows, at least as many as are valid and at most B · T.
+
+    Returns:
+        INT64 [text_rows]: the place in the flat mask of each row of text; first what is valid, in
+        its order, then padding.
+        BOOL [text_rows]: whether it is valid.
+        INT32 [R]: where in the attention each row lies.
+        INT32 [B + 1]: the samples' `ends` there.
     """
+    valid = text_mask.flatten()
+    order = torch.where(valid, valid.cumsum(0), valid.sum() + (~valid).cumsum(0)) - 1
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = text_mask.sum(1, keepdim=True)
     ends = functional.pad((counts + image_tokens).flatten().cumsum(0), (1, 0))
-    starts = ends[:-1, None]
-    padding = ends[-1] + (~text_mask).flatten().cumsum(0).view_as(text_mask) - 1
-    text = torch.where(text_mask, starts + text_mask.cumsum(1) - 1, padding)
-    image = starts + counts + torch.arange(image_tokens, device=text_mask.device)
-    return torch.cat([text.flatten(), image.flatten()]).int(), ends.int()
+    images_before = torch.arange(len(counts), device=ends.device)[:, None] * image_tokens
+    last = images_before[-1] + image_tokens
+    text = order + torch.where(text_mask, images_before, last).flatten()
+    image = ends[:-1, None] + counts + torch.arange(image_tokens, device=ends.device)
+    rows = rows[:text_rows]
+    places = torch.cat([text[rows], image.flatten()]).int()
+    return rows, valid[rows], places, ends.int()
 
 
 def attend(

@@ -23,6 +23,7 @@ ROPE_THETA = 10000.0  # diffusers' QwenImageTransformer2DModel has it as a liter
 # Texts are padded to multiples: cuBLAS takes rows' scales at addresses that are multiples of 16,
 # and fewer lengths are recorded.
 TEXT_MULTIPLE = 16
+PADDED_PARTS = 8  # a batch's texts are computed with less than one such part of padding
 SHIFT_1, SCALE_1, GATE_1, SHIFT_2, SCALE_2, GATE_2 = range(6)  # parts of a block's modulation
 LARGEST = 448.0  # of E4M3
 HEADROOM = 2.0  # of the attention's values, over the largest that calibration saw
@@ -114,27 +115,27 @@ class Dit:
         self,
         hidden_states: Tensor,  # BF16 [B, L, 64]
         encoder_hidden_states: Tensor,  # BF16 [B, T, text width]
-        text_mask: Tensor,  # BOOL [B, T]
+        text_mask: Tensor,  # BOOL [B, T], in the host's memory or waited for
         position_ids: Tensor,  # INT32 [B, T + L, 3]
         block_modulation: Tensor,  # BF16 [B, N, 2, 6d], of the image, then of the text
         final_modulation: Tensor,  # BF16 [B, 2d]
     ) -> Tensor:  # BF16 [B, L, 64]
-        """Padded text is attended to by nothing."""
+        """Padded text is attended to by nothing, and mostly not computed."""
         text_tokens, image_tokens = text_mask.shape[1], hidden_states.shape[1]
         padding = -text_tokens % TEXT_MULTIPLE
         text, image = position_ids.split([text_tokens, image_tokens], 1)
+        counts = text_mask.sum(1).tolist()
         given = (
             hidden_states,
             functional.pad(encoder_hidden_states, (0, 0, 0, padding)),
-            functional.pad(text_mask, (0, padding)),
+            functional.pad(text_mask, (0, padding)).to(hidden_states.device),
             torch.cat([functional.pad(text, (0, 0, 0, padding)), image], 1),
             block_modulation,
             final_modulation,
         )
-        lengths: tuple[int, ...] = ()
-        if self.needs_lengths:
-            lengths = tuple((text_mask.sum(1) + image_tokens).tolist())
-        return self.replayed(*given, rest=(lengths,))
+        text_rows = rows_for(sum(counts), given[2].numel())
+        lengths = tuple(count + image_tokens for count in counts) if self.needs_lengths else ()
+        return self.replayed(*given, rest=(text_rows, lengths))
 
     def warm_up(self, device: torch.device) -> None:
         """A small prediction: what is compiled or loaded for it serves all sizes."""
@@ -156,26 +157,31 @@ class Dit:
         position_ids: Tensor,
         block_modulation: Tensor,
         final_modulation: Tensor,
+        text_rows: int,
         lengths: tuple[int, ...],
     ) -> Tensor:
-        """The same for texts of a multiple's length. lengths: for `Samples`."""
+        """The same for texts of a multiple's length. text_rows: as `join` has it. lengths: for
+        `Samples`."""
         batch, text_tokens = text_mask.shape
         image_tokens = hidden_states.shape[1]
-        places, ends = join(text_mask, image_tokens)
+        rows, valid, places, ends = join(text_mask, image_tokens, text_rows)
         taken = places.clone()
-        taken[: batch * text_tokens].masked_fill_(~text_mask.flatten(), -1)
-        # Whatever lies in the padding, it must be finite: see `join`.
-        encoder_hidden_states = torch.where(text_mask[..., None], encoder_hidden_states, 0)
+        taken[:text_rows].masked_fill_(~valid, -1)
+        text_ids, image_ids = position_ids.split([text_tokens, image_tokens], 1)
         tokens = Tokens(
-            batch * text_tokens,
+            text_rows,
             places,
             taken,
             Samples(ends, text_tokens + image_tokens, lengths),
-            *self.rotation(position_ids, text_tokens),
-            *self.modulations(block_modulation, final_modulation, text_tokens, image_tokens),
+            *self.rotation(torch.cat([text_ids.flatten(0, 1)[rows], image_ids.flatten(0, 1)])),
+            *self.modulations(
+                block_modulation, final_modulation, rows // text_tokens, image_tokens
+            ),
         )
-        text = functional.rms_norm(encoder_hidden_states, self.txt_norm.shape, self.txt_norm, 1e-6)
-        x = torch.cat([self.txt_in(text).flatten(0, 1), self.img_in(hidden_states).flatten(0, 1)])
+        # Whatever lies in the padding, it must be finite: see `join`.
+        text = torch.where(valid[:, None], encoder_hidden_states.flatten(0, 1)[rows], 0)
+        text = functional.rms_norm(text, self.txt_norm.shape, self.txt_norm, 1e-6)
+        x = torch.cat([self.txt_in(text), self.img_in(hidden_states).flatten(0, 1)])
         y = None  # what the last MLP adds to x; the next norm does it
         for i, block in enumerate(self.blocks):
             y = self.block(block, i, x, y, tokens)
@@ -183,13 +189,11 @@ class Dit:
         x, _ = normed(x, y, tokens, image, False, GATE_2, SHIFT_1, SCALE_1, len(self.blocks))
         return self.proj_out(x).view(batch, image_tokens, -1)
 
-    def rotation(self, position_ids: Tensor, text_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rows' rotary angles, FP32 [R, D/2]."""
-        text, image = position_ids[:, :text_tokens], position_ids[:, text_tokens:]
-        positions = torch.cat([text.flatten(0, 1), image.flatten(0, 1)]).float()
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows' rotary angles, FP32 [R, D/2]. positions: INT32 [R, 3]."""
         angles = torch.cat(
             [
-                positions[:, i : i + 1] * frequencies(size, positions.device)
+                positions[:, i : i + 1].float() * frequencies(size, positions.device)
                 for i, size in enumerate(self.axes)
             ],
             dim=1,
@@ -197,21 +201,17 @@ class Dit:
         return angles.cos(), angles.sin()
 
     def modulations(
-        self, blocks: Tensor, final: Tensor, text_tokens: int, image_tokens: int
+        self, blocks: Tensor, final: Tensor, texts: Tensor, image_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """`Tokens.table` and `Tokens.index`."""
+        """`Tokens.table` and `Tokens.index`. texts: INT64 [text rows], the sample of each."""
         table = functional.pad(blocks, (0, 0, 0, 0, 0, 1))
         scale, shift = final.chunk(2, dim=1)
         table[:, -1, 0, : 2 * shift.shape[1]] = torch.cat([shift, scale], 1)
-        samples = torch.arange(len(table), device=table.device, dtype=torch.int32)
-        samples *= table[0].numel()
+        samples = torch.arange(len(table), device=table.device) * table[0].numel()
         index = torch.cat(
-            [
-                samples.repeat_interleave(text_tokens) + table.shape[-1],
-                samples.repeat_interleave(image_tokens),
-            ]
+            [samples[texts] + table.shape[-1], samples.repeat_interleave(image_tokens)]
         )
-        return table, index
+        return table, index.int()
 
     def block(self, block: Block, i: int, x: Tensor, y: Tensor | None, tokens: Tokens) -> Tensor:
         """Changes `x` in place; returns what is still to be added to it, before its gate."""
@@ -274,6 +274,13 @@ def gathered(x: Tensor, slots: Tensor, fp8: bool) -> Rows:
     if fp8:
         return quantize_rows(x, slots=slots)
     return torch.where(slots[:, None] >= 0, x[slots.clamp_min(0)], 0), None
+
+
+def rows_for(valid: int, most: int) -> int:
+    """How many rows of text are computed for `valid` of `most`: few different numbers, since each
+    is recorded, and multiples of TEXT_MULTIPLE."""
+    step = TEXT_MULTIPLE * -(-most // (TEXT_MULTIPLE * PADDED_PARTS))
+    return min(step * -(-max(valid, 1) // step), most)
 
 
 def frequencies(size: int, device: torch.device) -> Tensor:

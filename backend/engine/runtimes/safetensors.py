@@ -36,6 +36,9 @@ _DTYPES = {
     "UINT8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Inputs that engines take in the host's memory: the lengths of texts decide what is launched, the
+# embeddings are looked up there.
+_ON_HOST = frozenset({"text_mask", "input_ids"})
 
 
 class Runtime:
@@ -83,7 +86,12 @@ class Runtime:
             EngineError: the GPU failed or ran out of memory.
         """
         try:
-            given = [batch[spec.name].to(self.device, _DTYPES[spec.dtype]) for spec in self.inputs]
+            given = [
+                batch[spec.name].to(
+                    "cpu" if spec.name in _ON_HOST else self.device, _DTYPES[spec.dtype]
+                )
+                for spec in self.inputs
+            ]
             result = self._engine(*given)
             if self.device != "cpu":
                 torch.cuda.synchronize()
