@@ -30,6 +30,7 @@ from bench.common import Stopwatch, versions
 from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
 from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, in_fp8, stock_step
 from bench.roofline import ROOF, Work, dit_work
+from hopper.dit import rows_for
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
 
@@ -100,7 +101,7 @@ def steps(models: Models, fp8_attention: bool, bf16_blocks: int) -> dict[str, An
         }
     name = "1024² guided, texts of 128 and 9 tokens"
     inputs = models.inputs(2, 64, 64, valid=[TEXT_TOKENS, 9])
-    work = dit_work(2, 4096, TEXT_TOKENS, *given)
+    work = dit_work(2, 4096, rows_for(TEXT_TOKENS + 9, 2 * TEXT_TOKENS) // 2, *given)
     result[name] = measured_step(models, inputs, work)
     return result
 

@@ -123,6 +123,9 @@ class AsyncClient:
         call = self._calls[request_id] = _Call()
         try:
             result = await self._with_retries(call, request_id, tensors, timeout)
+        except asyncio.CancelledError:
+            await self.abandon(request_id)
+            raise
         finally:
             del self._calls[request_id]
         return _read(result, request_id)
@@ -201,30 +204,31 @@ class AsyncClient:
         while True:
             attempt += 1
             try:
-                if lost and not call.cancelled.is_set():
-                    await self._end_lost(request_id)
+                if lost:
+                    await self._end_lost(call, request_id, deadline)
                     lost = False
                 if call.cancelled.is_set():
                     raise RequestCancelledError(f"request {request_id} was cancelled")
                 return await self._attempt(call, request_id, tensors, deadline)
-            except ServerUnavailableError as error:
-                pause = min(FIRST_RETRY_PAUSE * 2 ** (attempt - 1), LONGEST_RETRY_PAUSE)
-                pause *= random.uniform(0.5, 1.5)
-                late = deadline is not None and now() + pause >= deadline
-                if attempt > self.retries or late:
-                    if attempt == 1:
-                        raise
-                    raise ServerUnavailableError(f"{error} ({attempt} attempts)") from None
+            except ServerUnavailableError as caught:
+                error = caught
             call.answer = None
             # Every attempt has the same id, so that whoever knows it can cancel whichever
             # attempt is running. If only the connection broke, the server may still compute
-            # the last one: end that first, for two requests must not share an id. A server
-            # that cannot be told now is told before the next attempt, which fails if that does.
+            # the last one: end that, for nobody waits for it. A server that cannot be told now
+            # is told before the next attempt, which fails if that does.
             if not lost:
                 try:
-                    await self._end_lost(request_id)
+                    await self._end_lost(call, request_id, deadline)
                 except ServerUnavailableError:
                     lost = True
+            pause = min(FIRST_RETRY_PAUSE * 2 ** (attempt - 1), LONGEST_RETRY_PAUSE)
+            pause *= random.uniform(0.5, 1.5)
+            late = deadline is not None and now() + pause >= deadline
+            if (attempt > self.retries or late) and not call.cancelled.is_set():
+                if attempt == 1:
+                    raise error
+                raise ServerUnavailableError(f"{error} ({attempt} attempts)")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(call.cancelled.wait(), pause)
 
@@ -267,9 +271,6 @@ class AsyncClient:
             raise DeadlineExceededError(
                 f"no answer by the deadline: request {request_id} was given up"
             )
-        except asyncio.CancelledError:
-            await self.abandon(request_id)
-            raise
         finally:
             lost.cancel()
             answer.cancel()
@@ -294,8 +295,37 @@ class AsyncClient:
             except QwenImageError:
                 failures = 0
 
-    async def _end_lost(self, request_id: str) -> None:
-        """Cancels until the server knows no such request, or for as long as `cancel` tries.
+    async def _end_lost(self, call: _Call, request_id: str, deadline: float | None) -> None:
+        """Ends an attempt that no answer came of, if the server still has it.
+
+        Gives up at the deadline, or when the caller cancels, who tells the server then.
+
+        Raises ServerUnavailableError: it could not be told.
+        """
+        limit = ABANDON_LIMIT
+        if deadline is not None:
+            limit = min(limit, max(deadline - asyncio.get_running_loop().time(), 0.0))
+        ending = asyncio.ensure_future(self._end_at_server(request_id))
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        cancelled = asyncio.ensure_future(call.cancelled.wait())
+        try:
+            await asyncio.wait(
+                {ending, cancelled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ending.cancelled():
+                raise RequestCancelledError("the client was closed")
+            if ending.done():
+                ending.result()
+            elif not cancelled.done():
+                raise ServerUnavailableError(
+                    f"the server at {self._wire.address} did not answer within {limit:g} s"
+                )
+        finally:
+            ending.cancel()
+            cancelled.cancel()
+
+    async def _end_at_server(self, request_id: str) -> None:
+        """Cancels until the server does not know the request, or for as long as `cancel` tries.
 
         Raises ServerUnavailableError. A server that has no `cancel` is left alone.
         """

@@ -15,6 +15,7 @@ class Relay:
         self._sockets: list[socket.socket] = []
         self.sent = bytearray()  # what the clients wrote
         self._down = threading.Event()
+        self._silent = threading.Event()
         self.refused = 0  # connections, while it was down
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -25,6 +26,9 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            if self._silent.is_set():
+                self._sockets.append(near)
+                continue
             if self._down.is_set():
                 near.close()
                 self.refused += 1
@@ -46,6 +50,11 @@ class Relay:
     def go_down(self) -> None:
         """Cuts all connections and takes no new ones until `come_back`."""
         self._down.set()
+        self.cut()
+
+    def fall_silent(self) -> None:
+        """Cuts all connections; new ones are taken and never answered."""
+        self._silent.set()
         self.cut()
 
     def come_back(self) -> None:

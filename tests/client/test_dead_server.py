@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 
 import pytest
 
-from qwen_image_client import Client, Protocol, RequestCancelledError, ServerUnavailableError
+from qwen_image_client import (
+    AsyncClient,
+    Client,
+    Protocol,
+    RequestCancelledError,
+    ServerUnavailableError,
+)
 from tests.waiting import wait_until
 
 from .fake_server import FakeServer
@@ -75,6 +82,75 @@ def test_a_network_that_was_away_does_not_leave_two_attempts(
         with pytest.raises(RequestCancelledError):
             handle.result(timeout=10)
     assert_one_after_the_other(server, request_id)
+
+
+def test_the_timeout_holds_when_a_lost_attempt_cannot_be_ended(
+    relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
+) -> None:
+    with Client(relay.address, protocol) as client:
+        begin = time.monotonic()
+        handle = client.submit("sleep 60", request_id=request_id, timeout=2.0)
+        server.wait_for(request_id, "request")
+        relay.fall_silent()
+        with pytest.raises(ServerUnavailableError):
+            handle.result(timeout=30)
+        assert time.monotonic() - begin < 8  # of which a silent server may take all but a second
+
+
+@pytest.mark.parametrize("protocol", ["http"])  # gRPC connects again only after a moment
+def test_the_last_attempt_is_ended_too(
+    relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
+) -> None:
+    with Client(relay.address, protocol, retries=0) as client:
+        handle = client.submit("sleep 60", request_id=request_id)
+        server.wait_for(request_id, "request")
+        time.sleep(0.1)
+        relay.cut()
+        with pytest.raises(ServerUnavailableError):
+            handle.result(timeout=20)
+        assert server.cancelled(request_id)
+
+
+def test_a_task_cancelled_between_attempts_is_cancelled_at_the_server(
+    relay: Relay,
+    server: FakeServer,
+    protocol: Protocol,
+    request_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qwen_image_client.async_client.FIRST_RETRY_PAUSE", 60.0)
+
+    async def run() -> None:
+        async with AsyncClient(relay.address, protocol) as client:
+            task = asyncio.create_task(client.generate("sleep 60", request_id=request_id))
+            await asyncio.to_thread(server.wait_for, request_id, "request")
+            await asyncio.sleep(0.1)
+            relay.go_down()
+            await asyncio.to_thread(wait_until, lambda: relay.refused > 0)
+            await asyncio.sleep(0.5)  # until the retry's pause
+            relay.come_back()
+            await asyncio.sleep(0.5)  # until gRPC tries to connect again
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    assert server.cancelled(request_id)
+    assert server.count(request_id, "request") == 1
+
+
+def test_closing_while_a_lost_attempt_is_being_ended(
+    relay: Relay, server: FakeServer, protocol: Protocol, request_id: str
+) -> None:
+    client = Client(relay.address, protocol)
+    handle = client.submit("sleep 60", request_id=request_id)
+    server.wait_for(request_id, "request")
+    time.sleep(0.1)
+    relay.fall_silent()
+    time.sleep(0.5)
+    client.close()
+    with pytest.raises(RequestCancelledError):
+        handle.result(timeout=10)
 
 
 def assert_one_after_the_other(server: FakeServer, request_id: str) -> None:

@@ -23,7 +23,7 @@ ROPE_THETA = 10000.0  # diffusers' QwenImageTransformer2DModel has it as a liter
 # Texts are padded to multiples: cuBLAS takes rows' scales at addresses that are multiples of 16,
 # and fewer lengths are recorded.
 TEXT_MULTIPLE = 16
-PADDED_PARTS = 8  # a batch's texts are computed with less than one such part of padding
+TEXT_PARTS = 8  # a batch's texts are computed in whole such parts, of at least TEXT_MULTIPLE rows
 SHIFT_1, SCALE_1, GATE_1, SHIFT_2, SCALE_2, GATE_2 = range(6)  # parts of a block's modulation
 LARGEST = 448.0  # of E4M3
 HEADROOM = 2.0  # of the attention's values, over the largest that calibration saw
@@ -115,7 +115,7 @@ class Dit:
         self,
         hidden_states: Tensor,  # BF16 [B, L, 64]
         encoder_hidden_states: Tensor,  # BF16 [B, T, text width]
-        text_mask: Tensor,  # BOOL [B, T], in the host's memory or waited for
+        text_mask: Tensor,  # BOOL [B, T], from the host's memory without waiting
         position_ids: Tensor,  # INT32 [B, T + L, 3]
         block_modulation: Tensor,  # BF16 [B, N, 2, 6d], of the image, then of the text
         final_modulation: Tensor,  # BF16 [B, 2d]
@@ -128,7 +128,7 @@ class Dit:
         given = (
             hidden_states,
             functional.pad(encoder_hidden_states, (0, 0, 0, padding)),
-            functional.pad(text_mask, (0, padding)).to(hidden_states.device),
+            functional.pad(text_mask, (0, padding)).to(hidden_states.device, non_blocking=True),
             torch.cat([functional.pad(text, (0, 0, 0, padding)), image], 1),
             block_modulation,
             final_modulation,
@@ -279,8 +279,8 @@ def gathered(x: Tensor, slots: Tensor, fp8: bool) -> Rows:
 def rows_for(valid: int, most: int) -> int:
     """How many rows of text are computed for `valid` of `most`: few different numbers, since each
     is recorded, and multiples of TEXT_MULTIPLE."""
-    step = TEXT_MULTIPLE * -(-most // (TEXT_MULTIPLE * PADDED_PARTS))
-    return min(step * -(-max(valid, 1) // step), most)
+    part = TEXT_MULTIPLE * max(1, -(-most // (TEXT_MULTIPLE * TEXT_PARTS)))
+    return min(part * max(1, -(-valid // part)), most)
 
 
 def frequencies(size: int, device: torch.device) -> Tensor:

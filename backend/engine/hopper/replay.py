@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-GRAPHS = 16  # kept; the one that was not used for longest goes first
+GRAPHS = 64  # kept; the one that was not used for longest goes first
 
 
 class Recording(NamedTuple):
@@ -25,7 +25,9 @@ class Replayed:
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = forward
         self._recordings: OrderedDict[Any, Recording | None] = OrderedDict()
-        self._pool: Any = None  # one for all recordings: only one of them runs at a time
+        # Shared by all recordings, only one of which runs at a time:
+        self._pool: Any = None
+        self._buffers: dict[int, Tensor] = {}  # of the inputs, by their number
 
     def __call__(self, *tensors: Tensor, rest: tuple[Any, ...] = ()) -> Tensor:
         if not tensors[0].is_cuda:
@@ -48,10 +50,17 @@ class Replayed:
             self._recordings.popitem(last=False)
 
     def _record(self, tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> Recording:
-        inputs = [tensor.clone() for tensor in tensors]
+        inputs = [self._buffer(i, tensor) for i, tensor in enumerate(tensors)]
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._forward(*inputs, *rest)
         return Recording(graph, inputs, output)
+
+    def _buffer(self, number: int, tensor: Tensor) -> Tensor:
+        """A copy of an input, in memory that recordings of smaller ones use too."""
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.numel() < tensor.numel():
+            buffer = self._buffers[number] = torch.empty_like(tensor).flatten()
+        return buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)

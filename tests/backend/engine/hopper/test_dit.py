@@ -16,7 +16,7 @@ from export.progress import ignore_progress
 from export.recipe import EngineRecipe
 from export.reference import DitReference
 from hopper.attention import join
-from hopper.dit import PADDED_PARTS, TEXT_MULTIPLE, Dit, rows_for
+from hopper.dit import TEXT_MULTIPLE, TEXT_PARTS, Dit, rows_for
 from hopper.weights import load
 from tests.make_checkpoint import cached_checkpoint
 
@@ -89,8 +89,9 @@ def test_places_of_rows() -> None:
 def test_rows_of_text() -> None:
     found = {valid: rows_for(valid, 256) for valid in (0, 1, 32, 33, 134, 256)}
     assert found == {0: 32, 1: 32, 32: 32, 33: 64, 134: 160, 256: 256}
+    assert rows_for(0, 0) == 0
     numbers = {rows_for(valid, 16 * 1024) for valid in range(16 * 1024 + 1)}
-    assert len(numbers) <= PADDED_PARTS and all(number % TEXT_MULTIPLE == 0 for number in numbers)
+    assert len(numbers) <= TEXT_PARTS and all(number % TEXT_MULTIPLE == 0 for number in numbers)
     for most in range(16, 4096, 16):
         assert all(valid <= rows_for(valid, most) <= most for valid in range(1, most + 1))
 

@@ -96,6 +96,14 @@ def test_a_replayed_pass_computes_what_it_recorded() -> None:
     assert calls == [2, 2, 3, 3]  # once at first, once to record
 
 
+def test_recordings_of_different_sizes_share_the_memory_of_their_inputs() -> None:
+    replayed = Replayed(lambda x: x * 2)
+    for _ in range(4):
+        for rows in (5, 3, 90, 5):
+            x = normal(rows, 16)
+            close(replayed(x), x * 2, 1e-6)
+
+
 def small_weights(fp8: bool) -> dict[str, Tensor]:
     shapes = {"img_in": (WIDTH, 64), "txt_in": (WIDTH, TEXT_WIDTH), "proj_out": (64, WIDTH)}
     weights = {"txt_norm.weight": 1 + normal(TEXT_WIDTH, spread=0.1)}
