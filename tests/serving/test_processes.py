@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from serving.processes import descendants, is_alive
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -24,8 +25,9 @@ def test_descendants(parent: subprocess.Popen[str]) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     found = descendants(parent.pid)
-    assert found[0].pid == child
-    assert [process.name() for process in found] == ["sh", "sleep"]
+    assert [process.pid for process in found][:1] == [child]
+    assert len(found) == 2
+    wait_until(lambda: [process.name() for process in found] == ["sh", "sleep"])
     assert descendants(found[-1].pid) == []
     assert all(is_alive(process) for process in found)
 
