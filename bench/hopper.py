@@ -28,7 +28,15 @@ from bench import hopper_engines as full
 from bench import hopper_repository, hopper_requests
 from bench.common import Stopwatch, versions
 from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
-from bench.hopper_engines import TEXT_TOKENS, Inputs, Models, fp8_blocks, in_fp8, stock_step
+from bench.hopper_engines import (
+    TEXT_TOKENS,
+    Inputs,
+    Models,
+    fp8_blocks,
+    in_fp8,
+    no_fp8,
+    stock_step,
+)
 from bench.roofline import ROOF, Work, dit_work
 from hopper.dit import rows_for
 from hopper.text_encoder import TextEncoder
@@ -179,7 +187,7 @@ def cache_dit(result: dict[str, Any]) -> Iterator[None]:
     """The stock module, eager, with cache-dit, which skips steps."""
     from bench import hopper_cache  # needs cache-dit
 
-    models = Models(quantized=lambda _: False)
+    models = Models(quantized=no_fp8)
     inputs = models.inputs(2, 64, 64)
 
     def step(latents: Tensor, sigma: float) -> Tensor:
@@ -192,7 +200,7 @@ def cache_dit(result: dict[str, Any]) -> Iterator[None]:
 
 def text_encoder(result: dict[str, Any]) -> Iterator[None]:
     stock = full.language_model()
-    for name, quantized in (("bf16", lambda _: False), ("fp8", fp8_blocks)):
+    for name, quantized in (("bf16", no_fp8), ("fp8", fp8_blocks)):
         encoder = TextEncoder(full.packed("text_encoder", stock, quantized), full.TEXT)
         for tokens in (128, 200, 1058):
             result[f"{name}, {tokens} tokens"] = prompt(encoder, stock, tokens)
@@ -218,7 +226,7 @@ def prompt(encoder: TextEncoder, stock: Any, tokens: int) -> dict[str, Any]:
 
 def vae_decoder(result: dict[str, Any]) -> Iterator[None]:
     stock = full.vae()
-    decoder = VaeDecoder(full.packed("vae_decoder", stock, lambda _: False), full.VAE_CONFIG)
+    decoder = VaeDecoder(full.packed("vae_decoder", stock, no_fp8), full.VAE_CONFIG)
     for name, (height, width) in {"1024²": (128, 128), "1664×928": (116, 208)}.items():
         latents = torch.randn(1, 16, height, width, device="cuda")
         result[name] = picture(decoder, stock, latents)

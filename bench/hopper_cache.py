@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import cache_dit
 import torch
 from torch import Tensor, nn
+
+from bench.common import Stopwatch
 
 STEPS = 50
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -55,8 +56,8 @@ def measure(
         result[name] = {
             "s": round(sum(times), 3),
             "steps_skipped": len(skipped),
-            "computed_step_ms": median_ms(times, computed),
-            "skipped_step_ms": median_ms(times, skipped) if skipped else None,
+            "computed_step_ms": median_step_ms(times, computed),
+            "skipped_step_ms": median_step_ms(times, skipped) if skipped else None,
             "relative_difference": round(float((found - expected).norm() / expected.norm()), 4),
         }
     return result
@@ -68,13 +69,13 @@ def picture(step: Callable[[Tensor, float], Tensor], latents: Tensor) -> tuple[T
     times = []
     x = latents.float()
     for sigma, following in itertools.pairwise(sigmas):
-        started = time.perf_counter()
+        watch = Stopwatch()
         x = x + (following - sigma) * step(x.to(latents.dtype), sigma).float()
         if x.is_cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(watch.seconds())
     return x, times
 
 
-def median_ms(times: list[float], steps: Iterable[int]) -> float:
+def median_step_ms(times: list[float], steps: Iterable[int]) -> float:
     return round(statistics.median(times[i] for i in steps) * 1e3, 2)

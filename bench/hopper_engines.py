@@ -178,13 +178,17 @@ def fp8_blocks(layer: str) -> bool:
     return layer.startswith(("transformer_blocks.", "layers."))
 
 
+def no_fp8(_: str) -> bool:
+    return False
+
+
 class Models:
     """The stock transformer and the engines made of it."""
 
     def __init__(self, initialized: bool = False, quantized: Callable[[str], bool] = fp8_blocks):
         self.stock = transformer(initialized)
         self.quantize(quantized)
-        weights = packed("modulation", self.stock, lambda _: False)
+        weights = packed("modulation", self.stock, no_fp8)
         self.modulation = Modulation(weights, DIT_CONFIG)
 
     def quantize(self, quantized: Callable[[str], bool]) -> None:

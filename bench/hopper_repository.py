@@ -45,7 +45,7 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
     write_transformer(target, chosen, ["dit", "modulation"])
     for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
-        replace(target, engine, full.packed(engine, module(), no_fp8))
+        replace(target, engine, full.packed(engine, module(), full.no_fp8))
         torch.cuda.empty_cache()
     describe(target, chosen)
 
@@ -72,15 +72,13 @@ def write_transformer(target: Path, chosen: EngineRecipe, engines: list[str]) ->
     if chosen.attention:
         models.use_fp8_attention(full.edges(chosen.name))
     for engine in engines:
-        weights = models.weights if engine == "dit" else full.packed(engine, models.stock, no_fp8)
+        weights = (
+            models.weights if engine == "dit" else full.packed(engine, models.stock, full.no_fp8)
+        )
         replace(target, engine, weights)
     del models
     gc.collect()  # an engine refers to itself
     torch.cuda.empty_cache()
-
-
-def no_fp8(_: str) -> bool:
-    return False
 
 
 def replace(target: Path, engine: str, tensors: dict[str, Tensor]) -> None:

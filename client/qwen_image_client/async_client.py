@@ -9,7 +9,7 @@ import random
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -242,7 +242,7 @@ class AsyncClient:
         remaining = None
         if deadline is not None:
             remaining = max(deadline - asyncio.get_running_loop().time(), 0.001)
-        answer = call.answer = asyncio.ensure_future(
+        answer = call.answer = _started(
             self._wire.infer(
                 MODEL,
                 tensors,
@@ -250,18 +250,9 @@ class AsyncClient:
                 timeout_us=None if remaining is None else int(remaining * 1e6),
             )
         )
-        # Marks the exception of an answer that nobody waits for any more as seen.
-        answer.add_done_callback(lambda task: task.cancelled() or task.exception())
         lost = asyncio.ensure_future(self._until_lost(answer))
         try:
-            await asyncio.wait(
-                {answer, lost},
-                timeout=None if remaining is None else remaining + GRACE,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if answer.cancelled():
-                raise RequestCancelledError("the client was closed")
-            if answer.done():
+            if await _is_first(answer, lost, None if remaining is None else remaining + GRACE):
                 return answer.result()
             if lost.done():
                 raise ServerUnavailableError(
@@ -305,16 +296,10 @@ class AsyncClient:
         limit = ABANDON_LIMIT
         if deadline is not None:
             limit = min(limit, max(deadline - asyncio.get_running_loop().time(), 0.0))
-        ending = asyncio.ensure_future(self._end_at_server(request_id))
-        ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        ending = _started(self._end_at_server(request_id))
         cancelled = asyncio.ensure_future(call.cancelled.wait())
         try:
-            await asyncio.wait(
-                {ending, cancelled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
-            )
-            if ending.cancelled():
-                raise RequestCancelledError("the client was closed")
-            if ending.done():
+            if await _is_first(ending, cancelled, limit):
                 ending.result()
             elif not cancelled.done():
                 raise ServerUnavailableError(
@@ -355,6 +340,26 @@ class AsyncClient:
             raise ServerUnavailableError(
                 f"the server at {self._wire.address} did not answer within {CALL_LIMIT:g} s"
             ) from None
+
+
+def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task whose exception counts as seen, should nobody wait for it any more."""
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task
+
+
+async def _is_first(
+    task: asyncio.Task[Any], other: asyncio.Task[Any], timeout: float | None
+) -> bool:
+    """Whether `task` is done before `other` is and `timeout` seconds are over.
+
+    Raises RequestCancelledError: the connection was closed under it.
+    """
+    await asyncio.wait({task, other}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    if task.cancelled():
+        raise RequestCancelledError("the client was closed")
+    return task.done()
 
 
 def _read(result: Any, request_id: str) -> Generation:

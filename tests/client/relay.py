@@ -16,7 +16,7 @@ class Relay:
         self.sent = bytearray()  # what the clients wrote
         self._down = threading.Event()
         self._silent = threading.Event()
-        self.refused = 0  # connections, while it was down
+        self.refused = 0  # connections, while it was down or silent
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -28,6 +28,7 @@ class Relay:
                 return
             if self._silent.is_set():
                 self._sockets.append(near)
+                self.refused += 1
                 continue
             if self._down.is_set():
                 near.close()

@@ -13,6 +13,7 @@ from PIL import Image
 from qwen_image_client import Protocol
 from qwen_image_client.bench import make_prompts
 from qwen_image_client.cli import main
+from tests.starting import INTERRUPTIBLE
 
 from .fake_server import FakeServer
 
@@ -103,6 +104,7 @@ def test_ctrl_c_cancels_at_the_server_and_exits_with_130(
     negative_prompt = f"sleep 30 {request_id}"
     process = subprocess.Popen(
         [
+            *INTERRUPTIBLE,
             *(sys.executable, "-m", "qwen_image_client", *command),
             *("--negative-prompt", negative_prompt, *at(server, protocol)),
         ],
@@ -111,8 +113,6 @@ def test_ctrl_c_cancels_at_the_server_and_exits_with_130(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Whoever runs the tests in the background has made their processes deaf to it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     sent = server.id_of(negative_prompt)
     process.send_signal(signal.SIGINT)

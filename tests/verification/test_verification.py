@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from build import manifest
 from quality.gate import load_gate
 from tests.conftest import ROOT
 from tests.e2e.serving_helpers import perturb
+from tests.starting import INTERRUPTIBLE, limited_files
 from tests.waiting import wait_until
 from verification import __main__ as verification
 from verification.__main__ import check
@@ -109,26 +109,22 @@ def test_a_gate_without_noise_levels_is_refused_before_any_work(gate, tmp_path):
     assert not (tmp_path / "repository").exists()
 
 
-def make_cases(out, **options):
+def make_cases(out, prefix):
     gate = ROOT / "quality" / "gates" / "tiny"
     command = [sys.executable, "-m", "verification.make_cases", "--dtype", "float32", "--out", out]
     command += ["--checkpoint", "checkpoints/tiny", "--gate", gate]
     return subprocess.Popen(
-        [*command, "--reference", gate / "reference"],
+        [*prefix, *command, "--reference", gate / "reference"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
     )
 
 
 def test_cases_that_do_not_fit_are_one_sentence(tmp_path):
-    def full_disk():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-
     path = tmp_path / "cases.safetensors"
-    process = make_cases(path, preexec_fn=full_disk)
+    process = make_cases(path, limited_files(10_000))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 2
     (sentence,) = said.splitlines()
@@ -137,10 +133,7 @@ def test_cases_that_do_not_fit_are_one_sentence(tmp_path):
 
 
 def test_interrupted_cases_leave_the_word_to_who_wanted_them(tmp_path):
-    def interruptible():  # a shell's background commands are not
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    process = make_cases(tmp_path / "cases.safetensors", preexec_fn=interruptible)
+    process = make_cases(tmp_path / "cases.safetensors", INTERRUPTIBLE)
     libraries = Path(f"/proc/{process.pid}/maps")  # among which it is still loading others
     wait_until(lambda: "libtorch" in libraries.read_text(), timeout=60)
     process.send_signal(signal.SIGINT)

@@ -115,7 +115,7 @@ class Dit:
         self,
         hidden_states: Tensor,  # BF16 [B, L, 64]
         encoder_hidden_states: Tensor,  # BF16 [B, T, text width]
-        text_mask: Tensor,  # BOOL [B, T], from the host's memory without waiting
+        text_mask: Tensor,  # BOOL [B, T], on the host: elsewhere it is waited for
         position_ids: Tensor,  # INT32 [B, T + L, 3]
         block_modulation: Tensor,  # BF16 [B, N, 2, 6d], of the image, then of the text
         final_modulation: Tensor,  # BF16 [B, 2d]
@@ -125,15 +125,16 @@ class Dit:
         padding = -text_tokens % TEXT_MULTIPLE
         text, image = position_ids.split([text_tokens, image_tokens], 1)
         counts = text_mask.sum(1).tolist()
+        mask = functional.pad(text_mask, (0, padding))
         given = (
             hidden_states,
             functional.pad(encoder_hidden_states, (0, 0, 0, padding)),
-            functional.pad(text_mask, (0, padding)).to(hidden_states.device, non_blocking=True),
+            mask.to(hidden_states.device, non_blocking=True),
             torch.cat([functional.pad(text, (0, 0, 0, padding)), image], 1),
             block_modulation,
             final_modulation,
         )
-        text_rows = rows_for(sum(counts), given[2].numel())
+        text_rows = rows_for(sum(counts), mask.numel())
         lengths = tuple(count + image_tokens for count in counts) if self.needs_lengths else ()
         return self.replayed(*given, rest=(text_rows, lengths))
 

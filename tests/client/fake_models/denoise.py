@@ -80,6 +80,8 @@ class TritonPythonModel:
                 "parameters": parameters,
                 "tensors": tensors,
             }
+            if instruction(job)[0] != "late":
+                self.in_flight[job["id"]] = threading.Event()
             self.write(job)
             threading.Thread(target=self.work, args=(job, sender), daemon=True).start()
 
@@ -107,7 +109,7 @@ class TritonPythonModel:
 
     def answer(self, job: dict[str, Any]) -> Any:
         fields = {name: tensor[2] for name, tensor in job["tensors"].items()}
-        verb, _, rest = fields.get("negative_prompt", fields["prompt"]).partition(" ")
+        verb, rest = instruction(job)
         if verb == "error":
             code, _, sentence = rest.partition(" ")
             raise Refusal(getattr(pb_utils.TritonError, code), sentence)
@@ -152,12 +154,19 @@ class TritonPythonModel:
         )
 
     def wait(self, job: dict[str, Any], seconds: float, deadline: float) -> None:
-        cancelled = self.in_flight[job["id"]] = threading.Event()
+        cancelled = self.in_flight.setdefault(job["id"], threading.Event())
         if cancelled.wait(min(seconds, deadline)):
             raise Refusal(pb_utils.TritonError.CANCELLED, "cancelled by a client")
         if deadline < seconds:
             sentence = f"deadline of {job['timeout_us'] // 1000} ms exceeded"
             raise Refusal(pb_utils.TritonError.CANCELLED, sentence)
+
+
+def instruction(job: dict[str, Any]) -> tuple[str, str]:
+    """The verb and the rest of what the prompt says."""
+    tensors = job["tensors"]
+    verb, _, rest = tensors.get("negative_prompt", tensors["prompt"])[2].partition(" ")
+    return verb, rest
 
 
 def picture(side: int, output_format: str, seed: int) -> bytes:
