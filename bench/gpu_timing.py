@@ -79,6 +79,7 @@ def kind_of(kernel: str) -> str:
     """What a kernel's name says that it does."""
     kinds = {
         r"^nvjet.*qqtst": "FP8 matrix products",
+        r"_scaled_mm": "FP8 matrix products of few rows",
         r"^nvjet|gemm|cutlass.*gemm": "BF16 matrix products",
         r"sdpa|flash|fmha": "attention",
         r"_norm_modulate": "residual, LayerNorm, modulation, quantization",

@@ -122,19 +122,22 @@ class Dit:
     ) -> Tensor:  # BF16 [B, L, 64]
         """Padded text is attended to by nothing, and mostly not computed."""
         text_tokens, image_tokens = text_mask.shape[1], hidden_states.shape[1]
-        padding = -text_tokens % TEXT_MULTIPLE
-        text, image = position_ids.split([text_tokens, image_tokens], 1)
         counts = text_mask.sum(1).tolist()
-        mask = functional.pad(text_mask, (0, padding))
+        padding = -text_tokens % TEXT_MULTIPLE
+        if padding:
+            encoder_hidden_states = functional.pad(encoder_hidden_states, (0, 0, 0, padding))
+            text_mask = functional.pad(text_mask, (0, padding))
+            text, image = position_ids.split([text_tokens, image_tokens], 1)
+            position_ids = torch.cat([functional.pad(text, (0, 0, 0, padding)), image], 1)
         given = (
             hidden_states,
-            functional.pad(encoder_hidden_states, (0, 0, 0, padding)),
-            mask.to(hidden_states.device, non_blocking=True),
-            torch.cat([functional.pad(text, (0, 0, 0, padding)), image], 1),
+            encoder_hidden_states,
+            text_mask.to(hidden_states.device, non_blocking=True),
+            position_ids,
             block_modulation,
             final_modulation,
         )
-        text_rows = rows_for(sum(counts), mask.numel())
+        text_rows = rows_for(sum(counts), text_mask.numel())
         lengths = tuple(count + image_tokens for count in counts) if self.needs_lengths else ()
         return self.replayed(*given, rest=(text_rows, lengths))
 

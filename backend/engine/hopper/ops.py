@@ -5,6 +5,7 @@ Arguments and results are those of the namesakes in `hopper/reference.py`.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from hopper import reference
 
-# For fewer rows cuBLAS splits a long sum over the multiprocessors, but not if it is to add a bias:
-# for less than 48 rows of 12288 elements it has no such product at all.
-FEW_ROWS = 64
+# Up to so many rows our own product is faster than cuBLAS's, if its sums are long.
+FEW_ROWS = 256
+# KiB, read by torch at a process's first product. With a workspace cuBLAS takes kernels that are
+# slower for an image's rows, and clears a counter before each of them.
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
 
 if torch.cuda.is_available():  # the compiler need not be installed elsewhere
     from hopper import kernels
@@ -44,16 +47,16 @@ def scaled_mm(
     if not x.is_cuda:
         reference.scaled_mm(x, x_scale, weight, scale, bias, out)
         return
-    split = len(x) < FEW_ROWS and x.shape[1] > len(weight)
+    if len(x) <= FEW_ROWS and x.shape[1] >= len(weight):
+        kernels.scaled_mm(x, x_scale, weight, scale, bias, out)
+        return
     torch._scaled_mm(
         x,
         weight.T,
         scale_a=x_scale[:, None],
         scale_b=scale[None],
-        bias=None if split else bias,
+        bias=bias,
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
-    if bias is not None and split:
-        out += bias

@@ -34,7 +34,7 @@ def _place_heads(
     if slot < 0:
         return
     width = heads * SIZE
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.arange(0, HEADS)
     column = tl.arange(0, 2 * PAIRS)
     inside = (head < heads)[:, None] & (column < SIZE)[None, :]
     place = head[:, None] * SIZE + column[None, :]
@@ -73,8 +73,7 @@ def place_heads(
     heads = qkv.shape[1] // (3 * size)
     dtype = qkv.dtype if v_scale is None else torch.float8_e4m3fn
     q, k, v = torch.empty(3, rows, heads, size, dtype=dtype, device=qkv.device).unbind()
-    group = 8
-    _place_heads[(rows, triton.cdiv(heads, group))](
+    _place_heads[(rows,)](
         qkv,
         norms,
         cos,
@@ -88,7 +87,7 @@ def place_heads(
         heads,
         FP8=v_scale is not None,
         SIZE=size,
-        HEADS=group,
+        HEADS=triton.next_power_of_2(heads),
         PAIRS=triton.next_power_of_2(size // 2),
         num_warps=2,
     )

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from hopper.kernels.quantize import load_row, pieces_of, store_e4m3
 
-ROWS = 8  # of one program; they share their sample's modulation, which is read once
+# Of one program: they share their sample's modulation, which is read once, and each is read while
+# the one before it is computed.
+ROWS = 8
 
 
 # Lengths vary from picture to picture: none of them is worth a compilation.
@@ -42,10 +44,17 @@ def _norm_modulate(
     gates = load_row(table_ptr + sample + gate, width, columns, PIECES, BLOCK)
     shifts = load_row(table_ptr + sample + shift, width, columns, PIECES, BLOCK)
     factors = load_row(table_ptr + sample + scale, width, columns, PIECES, BLOCK)
-    for row in range(first, tl.minimum(first + ROWS, rows)):
-        xs = load_row(x_ptr + row * width, width, columns, PIECES, BLOCK)
+    last = tl.minimum(first + ROWS, rows)
+    following_x = load_row(x_ptr + first * width, width, columns, PIECES, BLOCK)
+    following_y = following_x
+    if ADD:
+        following_y = load_row(y_ptr + first * width, width, columns, PIECES, BLOCK)
+    for row in range(first, last):
+        xs, ys = following_x, following_y
+        following = tl.minimum(row + 1, last - 1)
+        following_x = load_row(x_ptr + following * width, width, columns, PIECES, BLOCK)
         if ADD:
-            ys = load_row(y_ptr + row * width, width, columns, PIECES, BLOCK)
+            following_y = load_row(y_ptr + following * width, width, columns, PIECES, BLOCK)
         here = tl.load(index_ptr + row)
         if here != sample:
             sample = here
@@ -114,6 +123,6 @@ def norm_modulate(
         FP8=fp8,
         ROWS=ROWS,
         **pieces_of(width),
-        num_warps=8,
+        num_warps=4,
     )
     return out, scales

@@ -18,6 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from hopper.kernels.few_rows import scaled_mm  # noqa: E402
 from hopper.kernels.heads import place_heads  # noqa: E402
 from hopper.kernels.norm import norm_modulate  # noqa: E402
 from hopper.kernels.pixels import norm_silu  # noqa: E402
@@ -127,6 +128,27 @@ def test_place_heads_in_e4m3() -> None:
     for result, expected in zip(place_heads(*inputs), reference.place_heads(*inputs), strict=True):
         assert result.dtype == expected.dtype == torch.float8_e4m3fn
         close(result, expected, 0.2 if INTERPRETED else 0.01)
+
+
+# Rows, features, length of the sums: odd, and full size where a GPU computes them.
+PRODUCTS = [(1, 16, 32), (7, 160, 96), (70, 200, 400), (33, 48, 1040)] + (
+    [] if INTERPRETED else [(16, 3072, 12288), (160, 3072, 12288), (256, 3072, 12288)]
+)
+
+
+@pytest.mark.parametrize(("rows", "features", "length"), PRODUCTS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_scaled_mm(rows: int, features: int, length: int, biased: bool) -> None:
+    x, weight = (random(n, length).to(torch.float8_e4m3fn) for n in (rows, features))
+    scales = [torch.rand(n, device=DEVICE) + 0.1 for n in (rows, features)]
+    bias = random(features, spread=10) if biased else None
+    inputs = (x, scales[0], weight, scales[1], bias)
+    out, again, expected = (random(rows, features) * torch.nan for _ in range(3))
+    reference.scaled_mm(*inputs, expected)
+    scaled_mm(*inputs, out)
+    scaled_mm(*inputs, again)  # the first one has left its counters as it found them
+    close(out, expected, 1e-2)
+    assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 24, 5, 7), (1, 96, 33, 31), (1, 384, 9, 8)])
