@@ -200,7 +200,8 @@ def cache_dit(result: dict[str, Any]) -> Iterator[None]:
 
 def text_encoder(result: dict[str, Any]) -> Iterator[None]:
     stock = full.language_model()
-    for name, quantized in (("bf16", no_fp8), ("fp8", fp8_blocks)):
+    recipe = in_fp8(RECIPE, "text_encoder")
+    for name, quantized in (("bf16", no_fp8), (RECIPE, recipe), ("fp8", fp8_blocks)):
         encoder = TextEncoder(full.packed("text_encoder", stock, quantized), full.TEXT)
         for tokens in (128, 200, 1058):
             result[f"{name}, {tokens} tokens"] = prompt(encoder, stock, tokens)

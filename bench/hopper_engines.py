@@ -159,12 +159,16 @@ def single_frame(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim < 3 or tensor.shape[1:].numel() > 1 else tensor.squeeze()
 
 
-def in_fp8(recipe: str) -> Callable[[str], bool]:
-    """Whether a recipe of the DiT has a layer in FP8."""
+def in_fp8(recipe: str, engine: str = "dit") -> Callable[[str], bool]:
+    """Whether a recipe has a layer of the DiT, or of the text encoder, in FP8."""
     with torch.device("meta"):
-        module = QwenImageTransformer2DModel(**TRANSFORMER)
+        module, blocks = (
+            (QwenImageTransformer2DModel(**TRANSFORMER), TRANSFORMER["num_layers"])
+            if engine == "dit"
+            else (Qwen2_5_VLTextModel(TEXT_CONFIG), TEXT_CONFIG.num_hidden_layers)
+        )
     linear = [name for name, each in module.named_modules() if isinstance(each, nn.Linear)]
-    formats = load_recipe(recipe)["dit"].assign(belonging("dit", linear), TRANSFORMER["num_layers"])
+    formats = load_recipe(recipe)[engine].assign(belonging(engine, linear), blocks)
     return lambda weight: formats.get(weight.removesuffix(".weight")) == "fp8"
 
 

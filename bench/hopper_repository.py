@@ -44,8 +44,12 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
     chosen = of_dit(recipe or profile.engines["dit"].precision)
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
     write_transformer(target, chosen, ["dit", "modulation"])
-    for engine, module in (("text_encoder", full.language_model), ("vae_decoder", full.vae)):
-        replace(target, engine, full.packed(engine, module(), full.no_fp8))
+    texts = full.in_fp8(profile.engines["text_encoder"].precision, "text_encoder")
+    for engine, module, quantized in (
+        ("text_encoder", full.language_model, texts),
+        ("vae_decoder", full.vae, full.no_fp8),
+    ):
+        replace(target, engine, full.packed(engine, module(), quantized))
         torch.cuda.empty_cache()
     describe(target, chosen)
 

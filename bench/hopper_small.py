@@ -44,6 +44,12 @@ VARIANTS: dict[str, dict[str, str]] = {
     "the DiT by fp8-rows": {"dit": "fp8-rows"},
     "the DiT by fp8-rows-attention": {"dit": "fp8-rows-attention"},
     "the DiT by fp8-rows-all": {"dit": "fp8-rows-all"},
+    "the text encoder by fp8-rows": {"text_encoder": "fp8-rows"},
+    "that and the DiT by fp8-rows-attention": {
+        "text_encoder": "fp8-rows",
+        "dit": "fp8-rows-attention",
+    },
+    "that and the DiT by fp8-rows-all": {"text_encoder": "fp8-rows", "dit": "fp8-rows-all"},
     "the DiT by fp8": {"dit": "fp8"},
     "the DiT and the text encoder by fp8": {"text_encoder": "fp8", "dit": "fp8"},
     "the DiT by fp8-attention": {"dit": "fp8-attention"},

@@ -24,6 +24,8 @@ def test_the_manifest_says_what_is_in_fp8(exported):
     # Two of the six blocks: two at either end, and three layers outside, stay in BF16.
     assert engines["dit"]["layers"] == {"fp8": 2 * 12, "bf16": 4 * 12 + 3}
     assert engines["dit"]["attention"] == "fp8"
+    # The MLPs of two of its four layers.
+    assert engines["text_encoder"]["layers"] == {"fp8": 2 * 3, "bf16": 4 * 4 + 2 * 3}
     for engine in engines.values():
         assert (engine["runtime"], engine["artifact"]) == ("safetensors", "model.safetensors")
         assert engine["verified"]["max_abs_error"] <= 1  # of the graph, in FP32; of pixels, of 255

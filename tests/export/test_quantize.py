@@ -300,7 +300,7 @@ def test_shipped_recipes_fit_every_layer(name: str, written: Written) -> None:
     for engine, recipe in load_recipe(name).items():
         model = ir.load(written.folder / engine / "model.onnx")
         found = layers(model, written.weights[engine])
-        formats = recipe.assign(found, 60)
+        formats = recipe.assign(found, written.engines[engine].blocks)
         assert set(formats) <= set(found)
         assert bool(formats) == bool(recipe.formats)
 
