@@ -13,7 +13,8 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 STAGES = --verify "$(VERIFY)" $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") \
-    $(if $(ONNX),--onnx "$(ONNX)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+    $(if $(ONNX),--onnx "$(ONNX)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)") \
+    $(if $(DIT_PRECISION),--dit-precision "$(DIT_PRECISION)")
 MODELS := tokenize denoise encode_image
 
 .PHONY: help setup demo test lint format onnx export calibrate serve quality verify bench clean
@@ -53,7 +54,7 @@ format: setup  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-onnx: setup  ## CHECKPOINT=<dir> PROFILE=<name> [ONNX=<dir>] [VERIFY=full] [CALIBRATION=<file>]: up to the engines
+onnx: setup  ## CHECKPOINT=<dir> PROFILE=<name> [ONNX=<dir>] [VERIFY=full] [CALIBRATION=<file>] [DIT_PRECISION=<recipe>]: up to the engines
 	@$(BIN)/python -m build onnx --profile "$(PROFILE)" --repository "$(REPOSITORY)" $(STAGES)
 
 export: setup  ## PROFILE=<name> CHECKPOINT=<dir> and the like of onnx, or its ONNX=<dir>; [REPOSITORY=<dir>] [TARGET=<sm>]

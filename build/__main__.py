@@ -23,6 +23,9 @@ def parse() -> argparse.Namespace:
         "--checkpoint", type=Path, help="diffusers layout; not needed with a finished --onnx"
     )
     parser.add_argument("--profile", default="cpu", help="a file in build/profiles/")
+    parser.add_argument(
+        "--dit-precision", help="the DiT's recipe, of export/recipes/; default: the profile's"
+    )
     parser.add_argument("--repository", type=Path, help="default: artifacts/<profile>")
     parser.add_argument(
         "--onnx", type=Path, help="where finished stages are kept; default: <repository>.onnx"
@@ -54,13 +57,15 @@ def main() -> int:
     try:
         # These import torch and diffusers, which takes seconds.
         from build.assemble import assemble, assemble_onnx
-        from build.profile import BuildError, load_profile
+        from build.profile import BuildError, load_profile, with_dit_precision
         from build.progress import ProgressBar
         from export import CheckpointError, ExportError
 
         bar = ProgressBar()
         try:
             profile = load_profile(arguments.profile)
+            if arguments.dit_precision:
+                profile = with_dit_precision(profile, arguments.dit_precision)
             common = (arguments.verify, bar, 1, arguments.calibration, onnx)
             if arguments.until == "onnx":
                 assemble_onnx(arguments.checkpoint, profile, *common)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,25 @@ def parse_profile(name: str, data: Any) -> Profile:
     return Profile(name, str(data["description"]), engines, compute, tuple(targets))
 
 
+def with_dit_precision(profile: Profile, precision: str) -> Profile:
+    """The profile with another recipe of the DiT. Raises BuildError if there is none such, or it
+    computes in a type that the models' configurations do not have."""
+    where = f"profile {profile.name!r}, dit"
+    _check_precision(where, "dit", precision)
+    dit = profile.engines["dit"]
+    computes, wanted = (
+        profile.compute or (FP32 if name == FP32 else load_recipe(name)["dit"].compute)
+        for name in (precision, dit.precision)
+    )
+    if computes != wanted:
+        raise BuildError(
+            f"{where}: {precision} computes in {computes}; it must be a recipe in {wanted}, as the "
+            "models' configurations have it"
+        )
+    changed = replace(dit, precision=precision)
+    return replace(profile, engines={**profile.engines, "dit": changed})
+
+
 def _engine(where: str, engine: str, data: Any) -> EngineProfile:
     _check_keys(where, data, ("runtime", "artifact", "precision"), ("shapes", "weight_streaming"))
     runtime, artifact, precision = data["runtime"], data["artifact"], data["precision"]
@@ -163,15 +182,7 @@ def _engine(where: str, engine: str, data: Any) -> EngineProfile:
         raise BuildError(
             f"{where}: artifact is {artifact!r}; that of {runtime} is {RUNTIMES[runtime]}"
         )
-    if precision != FP32:
-        try:
-            recipes = load_recipe(str(precision))
-        except ExportError as error:
-            raise BuildError(
-                f"{where}: precision is neither {FP32} nor a recipe: {error}"
-            ) from None
-        if engine not in recipes:
-            raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
+    _check_precision(where, engine, precision)
     streaming = data.get("weight_streaming", False)
     if not isinstance(streaming, bool) or (streaming and runtime != "rtx"):
         raise BuildError(
@@ -191,6 +202,17 @@ def _engine(where: str, engine: str, data: Any) -> EngineProfile:
             _check_range(f"{place}: {size}", bounds)
     ranges = tuple({size: _range(bounds) for size, bounds in sizes.items()} for sizes in shapes)
     return EngineProfile(runtime, artifact, precision, ranges, streaming)
+
+
+def _check_precision(where: str, engine: str, precision: Any) -> None:
+    if precision == FP32:
+        return
+    try:
+        recipes = load_recipe(str(precision))
+    except ExportError as error:
+        raise BuildError(f"{where}: precision is neither {FP32} nor a recipe: {error}") from None
+    if engine not in recipes:
+        raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
 
 
 def _range(bounds: list[int]) -> Range:

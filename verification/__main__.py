@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MISSED, FAILED = 1, 2
 ROOT = Path(__file__).resolve().parents[1]
 GATES = ROOT / "quality" / "gates"
+PASSED_ON = ("onnx", "calibration", "target", "verify", "dit-precision")
 
 
 def parse() -> argparse.Namespace:
@@ -29,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, required=True, help="diffusers layout")
     parser.add_argument("--profile", default="cpu", help="a file in build/profiles/")
     parser.add_argument("--repository", type=Path, help="default: artifacts/<profile>")
-    for name in ("onnx", "calibration", "target", "verify"):
+    for name in PASSED_ON:
         parser.add_argument(f"--{name}", help="as `python -m build` takes it")
     parser.add_argument(
         "--gate",
@@ -80,8 +81,8 @@ def verify(options: argparse.Namespace) -> int:
         raise QualityError(f"{gate.folder} has no noise_levels: set some in its gate.yaml")
     build = ["build", "export", "--checkpoint", options.checkpoint, "--profile", options.profile]
     build += ["--repository", repository]
-    for name in ("onnx", "calibration", "target", "verify"):
-        value = getattr(options, name)
+    for name in PASSED_ON:
+        value = getattr(options, name.replace("-", "_"))
         build += [f"--{name}", value] if value else []
     _run(*build)
 

@@ -17,6 +17,7 @@ from build.profile import (
     load_profile,
     parse_profile,
     profile_names,
+    with_dit_precision,
 )
 from build.shapes import complete_sizes, graph_inputs, optimization_profiles
 from export.graph import ExportError
@@ -238,3 +239,23 @@ def test_a_file_that_is_no_yaml_is_named(data, said, tmp_path, monkeypatch):
         with pytest.raises(error, match=rf"odd\.yaml {said}") as caught:
             load("odd")
         assert "\n" not in str(caught.value)
+
+
+def test_another_recipe_for_the_dit():
+    profile = load_profile("h200-torch")
+    changed = with_dit_precision(profile, "fp8-rows-all")
+    assert changed.engines["dit"].precision == "fp8-rows-all"
+    assert with_dit_precision(changed, profile.engines["dit"].precision) == profile
+
+
+@pytest.mark.parametrize(
+    ("profile", "recipe", "said"),
+    [
+        ("h200-torch", "fp9", "precision is neither fp32 nor a recipe: there is no recipe 'fp9'"),
+        ("h200-torch", "fp32", "fp32 computes in fp32; it must be a recipe in bf16"),
+        ("cpu", "fp8-rows-all", "fp8-rows-all computes in bf16; it must be a recipe in fp32"),
+    ],
+)
+def test_a_recipe_that_the_profile_s_dit_cannot_have(profile, recipe, said):
+    with pytest.raises(BuildError, match=f"^profile '{profile}', dit: {said}"):
+        with_dit_precision(load_profile(profile), recipe)
