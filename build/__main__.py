@@ -64,7 +64,7 @@ def main() -> int:
         bar = ProgressBar()
         try:
             profile = load_profile(arguments.profile)
-            if arguments.dit_precision:
+            if arguments.dit_precision is not None:
                 profile = with_dit_precision(profile, arguments.dit_precision)
             common = (arguments.verify, bar, 1, arguments.calibration, onnx)
             if arguments.until == "onnx":

@@ -196,7 +196,7 @@ def _fill(
 
 def _kept(profile: Profile, folder: Path) -> str:
     return (
-        f"the ONNX stage is kept in {folder}, from which `make export PROFILE={profile.name} "
+        f"the ONNX stage is kept in {folder}, from which `make export {profile.arguments} "
         "ONNX=<that folder>` goes on, here or where it is carried to"
     )
 

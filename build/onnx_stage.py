@@ -154,7 +154,7 @@ def open_onnx(profile: Profile, folder: Path, intact: bool = False) -> OnnxStage
     Raises:
         BuildError: it is none, unfinished, of another profile or made by other code.
     """
-    again = f"make it with `make onnx CHECKPOINT=<dir> PROFILE={profile.name} ONNX={folder}`"
+    again = f"make it with `make onnx CHECKPOINT=<dir> {profile.arguments} ONNX={folder}`"
     whole = read_entry(folder / DESCRIPTION)
     if whole is None:
         raise BuildError(
@@ -173,9 +173,10 @@ def open_onnx(profile: Profile, folder: Path, intact: bool = False) -> OnnxStage
         if result is None:
             raise BuildError(f"{folder} lacks {name}, or it is damaged: {again}")
         if made_from["recipe"] != recipe_digest(recipes.get(name)):
+            named = "name that one as DIT_PRECISION=<recipe>, or " if name == "dit" else ""
             raise BuildError(
                 f"{folder} was made for the profile {made_for!r}, by another recipe for {name} "
-                f"than {profile.name!r} has here: {again}"
+                f"than {profile.arguments} has here: {named}{again}"
             )
         if made_from["sources"] != sources():
             raise BuildError(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from export.graph import ExportError
-from export.packed import PACKED
+from export.packed import PACKABLE, PACKED, packable
 from export.recipe import COMPUTE, load_recipe, read_yaml
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -88,6 +88,7 @@ class Profile:
 
     compute: overrides what the recipes compute in (`fp32` for a CPU, which has no BF16).
     targets: architectures of GPUs, such as `sm120`; none where no engine is built.
+    dit_precision: the DiT's, where it is not that of the profile's file.
     """
 
     name: str
@@ -95,6 +96,13 @@ class Profile:
     engines: dict[str, EngineProfile]
     compute: str | None = None
     targets: tuple[str, ...] = ()
+    dit_precision: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        """What names it to `make`."""
+        other = f" DIT_PRECISION={self.dit_precision}" if self.dit_precision else ""
+        return f"PROFILE={self.name}{other}"
 
     @property
     def builder(self) -> str | None:
@@ -155,9 +163,8 @@ def parse_profile(name: str, data: Any) -> Profile:
 def with_dit_precision(profile: Profile, precision: str) -> Profile:
     """The profile with another recipe of the DiT. Raises BuildError if there is none such, or it
     computes in a type that the models' configurations do not have."""
-    where = f"profile {profile.name!r}, dit"
-    _check_precision(where, "dit", precision)
-    dit = profile.engines["dit"]
+    where, dit = f"profile {profile.name!r}, dit", profile.engines["dit"]
+    _check_precision(where, "dit", precision, dit.artifact)
     computes, wanted = (
         profile.compute or (FP32 if name == FP32 else load_recipe(name)["dit"].compute)
         for name in (precision, dit.precision)
@@ -167,8 +174,12 @@ def with_dit_precision(profile: Profile, precision: str) -> Profile:
             f"{where}: {precision} computes in {computes}; it must be a recipe in {wanted}, as the "
             "models' configurations have it"
         )
-    changed = replace(dit, precision=precision)
-    return replace(profile, engines={**profile.engines, "dit": changed})
+    own = load_profile(profile.name).engines["dit"].precision
+    return replace(
+        profile,
+        engines={**profile.engines, "dit": replace(dit, precision=precision)},
+        dit_precision=None if precision == own else precision,
+    )
 
 
 def _engine(where: str, engine: str, data: Any) -> EngineProfile:
@@ -182,7 +193,7 @@ def _engine(where: str, engine: str, data: Any) -> EngineProfile:
         raise BuildError(
             f"{where}: artifact is {artifact!r}; that of {runtime} is {RUNTIMES[runtime]}"
         )
-    _check_precision(where, engine, precision)
+    _check_precision(where, engine, precision, artifact)
     streaming = data.get("weight_streaming", False)
     if not isinstance(streaming, bool) or (streaming and runtime != "rtx"):
         raise BuildError(
@@ -204,8 +215,10 @@ def _engine(where: str, engine: str, data: Any) -> EngineProfile:
     return EngineProfile(runtime, artifact, precision, ranges, streaming)
 
 
-def _check_precision(where: str, engine: str, precision: Any) -> None:
+def _check_precision(where: str, engine: str, precision: Any, artifact: str) -> None:
     if precision == FP32:
+        if artifact == PACKED:
+            raise BuildError(f"{where}: precision is {FP32}; {PACKED} {PACKABLE}")
         return
     try:
         recipes = load_recipe(str(precision))
@@ -213,6 +226,8 @@ def _check_precision(where: str, engine: str, precision: Any) -> None:
         raise BuildError(f"{where}: precision is neither {FP32} nor a recipe: {error}") from None
     if engine not in recipes:
         raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
+    if artifact == PACKED and not packable(recipes[engine]):
+        raise BuildError(f"{where}: precision is {precision!r}; {PACKED} {PACKABLE}")
 
 
 def _range(bounds: list[int]) -> Range:

@@ -32,6 +32,7 @@ from export.recipe import EngineRecipe
 from export.write import Weight, plan_weights
 
 PACKED = "model.safetensors"
+PACKABLE = "holds layers in bf16 and fp8 only"
 FORMAT = 1  # `hopper.weights` reads this one
 BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 
@@ -61,6 +62,13 @@ class Packed:
         yield from scales
 
 
+def packable(recipe: EngineRecipe) -> bool:
+    """Whether an engine by it can be written; eight-bit weights for BF16 arithmetic are BF16."""
+    formats = {name for name, patterns in recipe.formats.items() if patterns}
+    known = {"fp8", "int8_weights", "keep"}
+    return recipe.compute == "bf16" and {*formats, recipe.edge_format} <= known
+
+
 def write_packed(
     engine: Engine,
     checkpoint: Checkpoint,
@@ -78,8 +86,8 @@ def write_packed(
     weights = plan_weights(engine, checkpoint)
     found = layer_names(engine)
     assigned = recipe.assign(found, engine.blocks)
-    if recipe.compute != "bf16" or not set(assigned.values()) <= {"fp8", "int8_weights"}:
-        raise ExportError(f"{recipe.where}: {PACKED} holds layers in bf16 and fp8 only")
+    if not packable(recipe):
+        raise ExportError(f"{recipe.where}: {PACKED} {PACKABLE}")
     quantized = {name for name, kind in assigned.items() if kind == "fp8"}
     packed = pack(engine.name, weights, quantized)
     if recipe.attention:

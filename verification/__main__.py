@@ -83,7 +83,7 @@ def verify(options: argparse.Namespace) -> int:
     build += ["--repository", repository]
     for name in PASSED_ON:
         value = getattr(options, name.replace("-", "_"))
-        build += [f"--{name}", value] if value else []
+        build += [f"--{name}", value] if value is not None else []
     _run(*build)
 
     from verification.report import write_report

@@ -245,6 +245,8 @@ def test_another_recipe_for_the_dit():
     profile = load_profile("h200-torch")
     changed = with_dit_precision(profile, "fp8-rows-all")
     assert changed.engines["dit"].precision == "fp8-rows-all"
+    assert changed.arguments == "PROFILE=h200-torch DIT_PRECISION=fp8-rows-all"
+    assert profile.arguments == "PROFILE=h200-torch"
     assert with_dit_precision(changed, profile.engines["dit"].precision) == profile
 
 
@@ -252,7 +254,11 @@ def test_another_recipe_for_the_dit():
     ("profile", "recipe", "said"),
     [
         ("h200-torch", "fp9", "precision is neither fp32 nor a recipe: there is no recipe 'fp9'"),
-        ("h200-torch", "fp32", "fp32 computes in fp32; it must be a recipe in bf16"),
+        ("h200-torch", "", "precision is neither fp32 nor a recipe: there is no recipe ''"),
+        ("h200-torch", "fp32", "precision is fp32; model.safetensors holds layers in bf16 and fp8"),
+        ("h200-torch", "int8", "precision is 'int8'; model.safetensors holds layers in bf16 and"),
+        ("h200-torch", "nvfp4", "precision is 'nvfp4'; model.safetensors holds layers in bf16"),
+        ("rtx", "fp32", "fp32 computes in fp32; it must be a recipe in bf16"),
         ("cpu", "fp8-rows-all", "fp8-rows-all computes in bf16; it must be a recipe in fp32"),
     ],
 )

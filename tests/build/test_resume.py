@@ -13,7 +13,7 @@ import tensorrt_rtx
 from build import engine_builder, manifest
 from build.assemble import assemble
 from build.onnx_stage import DESCRIPTION, open_onnx
-from build.profile import BuildError, load_profile
+from build.profile import BuildError, load_profile, with_dit_precision
 from build.stage import ENTRY, read_entry
 from export import ExportError
 from export.calibration import FORMAT, read_calibration, save_calibration
@@ -201,8 +201,10 @@ def test_tensorrt_makes_plans_through_the_same_path(onnx, tmp_path, monkeypatch)
 
 
 def refused(onnx, tmp_path, profile="rtx", **options):
+    if isinstance(profile, str):
+        profile = load_profile(profile)
     with pytest.raises(BuildError) as error:
-        assemble(None, load_profile(profile), tmp_path / "repository", onnx=onnx, **options)
+        assemble(None, profile, tmp_path / "repository", onnx=onnx, **options)
     assert not (tmp_path / "repository").exists()
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -233,6 +235,9 @@ def test_a_stage_of_other_recipes_or_code_is_refused(onnx, tmp_path, monkeypatch
     said = refused(onnx, tmp_path, "ampere")
     assert "was made for the profile 'rtx', by another recipe for text_encoder" in said
     assert "`make onnx CHECKPOINT=<dir> PROFILE=ampere" in said
+    said = refused(onnx, tmp_path, with_dit_precision(load_profile("rtx"), "nvfp4"))
+    assert "by another recipe for dit than PROFILE=rtx DIT_PRECISION=nvfp4 has here: name" in said
+    assert f"`make onnx CHECKPOINT=<dir> PROFILE=rtx DIT_PRECISION=nvfp4 ONNX={onnx}`" in said
     monkeypatch.setattr("build.onnx_stage.sources", lambda: "other")
     assert "made by another version of this project's export/" in refused(onnx, tmp_path)
 

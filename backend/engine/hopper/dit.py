@@ -6,6 +6,7 @@ element-wise runs once over all of them, the matrix products once for each strea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ ROPE_THETA = 10000.0  # diffusers' QwenImageTransformer2DModel has it as a liter
 # and fewer lengths are recorded.
 TEXT_MULTIPLE = 16
 TEXT_PARTS = 8  # a batch's texts are computed in whole such parts, of at least TEXT_MULTIPLE rows
+# Tokens of text in the calls that warm up: another kernel multiplies each of these numbers of rows,
+# and of more (kernels/few_rows.py).
+WARM_UP = (64, 128, 192, 256)
 SHIFT_1, SCALE_1, GATE_1, SHIFT_2, SCALE_2, GATE_2 = range(6)  # parts of a block's modulation
 LARGEST = 448.0  # of E4M3
 HEADROOM = 2.0  # of the attention's values, over the largest that calibration saw
@@ -109,6 +113,9 @@ class Dit:
                 "fa3-fwd`, or export without it"
             )
         self.needs_lengths = needs_lengths(device)
+        # KiB, which torch reads at a process's first product. With a workspace cuBLAS takes kernels
+        # that are slower for an image's rows, and clears a counter before each of them.
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
         self.replayed = Replayed(self.predict)
 
     def __call__(
@@ -142,13 +149,17 @@ class Dit:
         return self.replayed(*given, rest=(text_rows, lengths))
 
     def warm_up(self, device: torch.device) -> None:
-        """A small prediction: what is compiled or loaded for it serves all sizes."""
-        width, tokens = self.img_in.weight.shape[0], TEXT_MULTIPLE
+        """Small predictions: what is compiled or loaded for them serves all sizes."""
+        for text_tokens in WARM_UP:
+            self._warm_up(device, text_tokens, TEXT_MULTIPLE)
+
+    def _warm_up(self, device: torch.device, text_tokens: int, image_tokens: int) -> None:
+        width = self.img_in.weight.shape[0]
         self(
-            torch.zeros(1, tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
-            torch.zeros(1, tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),
-            torch.ones(1, tokens, dtype=torch.bool, device=device),
-            torch.zeros(1, 2 * tokens, 3, dtype=torch.int32, device=device),
+            torch.zeros(1, image_tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
+            torch.zeros(1, text_tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),
+            torch.ones(1, text_tokens, dtype=torch.bool),
+            torch.zeros(1, text_tokens + image_tokens, 3, dtype=torch.int32, device=device),
             torch.zeros(1, len(self.blocks), 2, 6 * width, device=device).bfloat16(),
             torch.zeros(1, 2 * width, device=device).bfloat16(),
         )

@@ -5,7 +5,6 @@ Arguments and results are those of the namesakes in `hopper/reference.py`.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from hopper import reference
 
 # Up to so many rows our own product is faster than cuBLAS's, if its sums are long.
 FEW_ROWS = 256
-# KiB, read by torch at a process's first product. With a workspace cuBLAS takes kernels that are
-# slower for an image's rows, and clears a counter before each of them.
-os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
 
 if torch.cuda.is_available():  # the compiler need not be installed elsewhere
     from hopper import kernels

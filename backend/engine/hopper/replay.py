@@ -34,8 +34,9 @@ class Replayed:
             return self._forward(*tensors, *rest)
         key = (rest, *(tensor.shape for tensor in tensors))
         if key not in self._recordings:
+            result = self._forward(*tensors, *rest)
             self._keep(key, None)
-            return self._forward(*tensors, *rest)
+            return result
         recording = self._recordings[key] or self._record(tensors, rest)
         self._keep(key, recording)
         for own, given in zip(recording.inputs, tensors, strict=True):
