@@ -163,7 +163,7 @@ def parse_profile(name: str, data: Any) -> Profile:
 def with_dit_precision(profile: Profile, precision: str) -> Profile:
     """The profile with another recipe of the DiT. Raises BuildError if there is none such, or it
     computes in a type that the models' configurations do not have."""
-    where, dit = f"profile {profile.name!r}, dit", profile.engines["dit"]
+    where, dit = f"profile {profile.name!r}, DIT_PRECISION", profile.engines["dit"]
     _check_precision(where, "dit", precision, dit.artifact)
     computes, wanted = (
         profile.compute or (FP32 if name == FP32 else load_recipe(name)["dit"].compute)
@@ -171,8 +171,8 @@ def with_dit_precision(profile: Profile, precision: str) -> Profile:
     )
     if computes != wanted:
         raise BuildError(
-            f"{where}: {precision} computes in {computes}; it must be a recipe in {wanted}, as the "
-            "models' configurations have it"
+            f"{where}: {precision} computes in {computes}; the models' configurations of this "
+            f"profile have {wanted}"
         )
     own = load_profile(profile.name).engines["dit"].precision
     return replace(

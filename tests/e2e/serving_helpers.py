@@ -6,10 +6,12 @@ import io
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from onnx.external_data_helper import ExternalDataInfo
 from PIL import Image
 
 from build import manifest
+from serving.server import TritonServer
 
 _DTYPES = {
     "prompt": "BYTES",
@@ -116,6 +119,20 @@ def metrics(url: str) -> dict[str, float]:
         lines = response.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("qwen_image_"))
     return {name: float(value) for name, value in pairs}
+
+
+@contextmanager
+def held(server: TritonServer, model: str) -> Iterator[None]:
+    """Meanwhile the model computes nothing: what is sent to it waits."""
+    pids = [stub.pid for stub in server.stubs() if stub.model == model]
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def with_fewer_prompts(gate: Path, folder: Path, count: int) -> Path:
