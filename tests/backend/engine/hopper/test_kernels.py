@@ -18,7 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from hopper.kernels.few_rows import scaled_mm  # noqa: E402
+from hopper.dit import WARM_UP  # noqa: E402
+from hopper.kernels.few_rows import ROWS, TILES, scaled_mm  # noqa: E402
 from hopper.kernels.heads import place_heads  # noqa: E402
 from hopper.kernels.norm import norm_modulate  # noqa: E402
 from hopper.kernels.pixels import norm_silu  # noqa: E402
@@ -149,6 +150,10 @@ def test_scaled_mm(rows: int, features: int, length: int, biased: bool) -> None:
     scaled_mm(*inputs, again)  # the first one has left its counters as it found them
     close(out, expected, 1e-2)
     assert torch.equal(out, again)
+
+
+def test_the_dit_warms_every_tile_up() -> None:
+    assert [tokens / ROWS for tokens in WARM_UP] == [i + 1 for i in range(len(TILES))]
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 24, 5, 7), (1, 96, 33, 31), (1, 384, 9, 8)])

@@ -96,6 +96,23 @@ def test_a_replayed_pass_computes_what_it_recorded() -> None:
     assert calls == [2, 2, 3, 3]  # once at first, once to record
 
 
+def test_a_first_call_that_failed_is_made_again_before_anything_is_recorded() -> None:
+    recorded = []
+
+    def forward(x: Tensor) -> Tensor:
+        recorded.append(torch.cuda.is_current_stream_capturing())
+        if len(recorded) == 1:
+            raise RuntimeError("out of memory")
+        return x * 2
+
+    replayed, x = Replayed(forward), normal(5, 16)
+    with pytest.raises(RuntimeError):
+        replayed(x)
+    for _ in range(3):
+        close(replayed(x), x * 2, 1e-6)
+    assert recorded == [False, False, True]
+
+
 def test_recordings_of_different_sizes_share_the_memory_of_their_inputs() -> None:
     replayed = Replayed(lambda x: x * 2)
     for _ in range(4):
