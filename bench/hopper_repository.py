@@ -27,7 +27,7 @@ from build.assemble import assemble
 from build.profile import BuildError, load_profile
 from build.tiny import CALIBRATION, CHECKPOINT
 from export import ExportError
-from export.packed import PACKED
+from export.packed import PACKED, packable
 from export.recipe import EngineRecipe, load_recipe
 
 PROFILE = "h200-torch"
@@ -57,7 +57,7 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
 def of_dit(recipe: str) -> EngineRecipe:
     """Raises ExportError if there is none, or the profile's engine cannot be made by it."""
     chosen = load_recipe(recipe).get("dit")
-    if chosen is None or chosen.compute != "bf16" or {"nvfp4", "int8"} & set(chosen.formats):
+    if chosen is None or not packable(chosen):
         raise ExportError(f"the recipe {recipe!r} makes no DiT in BF16 and FP8")
     return chosen
 

@@ -98,6 +98,12 @@ class Profile:
     targets: tuple[str, ...] = ()
     dit_precision: str | None = None
 
+    def computes_in(self, engine: str) -> str:
+        """What an engine computes in, and has at its borders."""
+        precision = self.engines[engine].precision
+        own = FP32 if precision == FP32 else load_recipe(precision)[engine].compute
+        return self.compute or own
+
     @property
     def arguments(self) -> str:
         """What names it to `make`."""
@@ -165,21 +171,19 @@ def with_dit_precision(profile: Profile, precision: str) -> Profile:
     computes in a type that the models' configurations do not have."""
     where, dit = f"profile {profile.name!r}, DIT_PRECISION", profile.engines["dit"]
     _check_precision(where, "dit", precision, dit.artifact)
-    computes, wanted = (
-        profile.compute or (FP32 if name == FP32 else load_recipe(name)["dit"].compute)
-        for name in (precision, dit.precision)
+    own = load_profile(profile.name).engines["dit"].precision
+    changed = replace(
+        profile,
+        engines={**profile.engines, "dit": replace(dit, precision=precision)},
+        dit_precision=None if precision == own else precision,
     )
+    computes, wanted = changed.computes_in("dit"), profile.computes_in("dit")
     if computes != wanted:
         raise BuildError(
             f"{where}: {precision} computes in {computes}; the models' configurations of this "
             f"profile have {wanted}"
         )
-    own = load_profile(profile.name).engines["dit"].precision
-    return replace(
-        profile,
-        engines={**profile.engines, "dit": replace(dit, precision=precision)},
-        dit_precision=None if precision == own else precision,
-    )
+    return changed
 
 
 def _engine(where: str, engine: str, data: Any) -> EngineProfile:

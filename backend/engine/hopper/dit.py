@@ -150,19 +150,16 @@ class Dit:
 
     def warm_up(self, device: torch.device) -> None:
         """Small predictions: what is compiled or loaded for them serves all sizes."""
+        width, image_tokens = self.img_in.weight.shape[0], TEXT_MULTIPLE
         for text_tokens in WARM_UP:
-            self._warm_up(device, text_tokens, TEXT_MULTIPLE)
-
-    def _warm_up(self, device: torch.device, text_tokens: int, image_tokens: int) -> None:
-        width = self.img_in.weight.shape[0]
-        self(
-            torch.zeros(1, image_tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
-            torch.zeros(1, text_tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),
-            torch.ones(1, text_tokens, dtype=torch.bool),
-            torch.zeros(1, text_tokens + image_tokens, 3, dtype=torch.int32, device=device),
-            torch.zeros(1, len(self.blocks), 2, 6 * width, device=device).bfloat16(),
-            torch.zeros(1, 2 * width, device=device).bfloat16(),
-        )
+            self(
+                torch.zeros(1, image_tokens, self.img_in.weight.shape[1], device=device).bfloat16(),
+                torch.zeros(1, text_tokens, self.txt_in.weight.shape[1], device=device).bfloat16(),
+                torch.ones(1, text_tokens, dtype=torch.bool),
+                torch.zeros(1, text_tokens + image_tokens, 3, dtype=torch.int32, device=device),
+                torch.zeros(1, len(self.blocks), 2, 6 * width, device=device).bfloat16(),
+                torch.zeros(1, 2 * width, device=device).bfloat16(),
+            )
 
     def predict(
         self,
