@@ -11,6 +11,13 @@ from build.onnx_stage import is_verified
 from build.profile import BuildError, load_profile
 from build.swap import replaced_when_done
 from export import ExportError, ignore_progress
+from tests.conftest import exported
+
+
+@pytest.fixture(scope="module")
+def repository(checkpoint):
+    """Served by nobody: Python would leave its caches beside the models."""
+    return exported("not-served", checkpoint)
 
 
 def files_of(folder):
