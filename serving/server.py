@@ -129,7 +129,7 @@ class TritonServer:
         return f"http://{self.address}:{self.metrics_port}/metrics"
 
     def start(self, timeout: float = 120.0, cancelled: Callable[[], bool] | None = None) -> None:
-        """Starts the server and returns when every model is ready.
+        """Starts the server and returns when every model is ready and every port answers.
 
         timeout: seconds. cancelled: asked while waiting; once true, the start is given up.
         Raises ServeError when a port is busy, a model fails to load, the server ends, or the time
@@ -311,7 +311,8 @@ class TritonServer:
     def _wait_until_ready(self, timeout: float, cancelled: Callable[[], bool] | None) -> None:
         assert self.process is not None
         deadline = time.monotonic() + timeout
-        while not self.is_ready():
+        # Triton answers that it is ready before it has opened the port of its metrics.
+        while not (self.is_ready() and self._listens()):
             ended = self.process.poll() is not None
             if ended and self._reader is not None:
                 self._reader.join(1.0)
@@ -340,6 +341,14 @@ class TritonServer:
             return False
         finally:
             connection.close()
+
+    def _listens(self) -> bool:
+        for port in self._ports().values():
+            try:
+                socket.create_connection((self.address, port), timeout=2.0).close()
+            except OSError:
+                return False
+        return True
 
     def _clean_up(self) -> None:
         if self._reader is not None:

@@ -147,6 +147,14 @@ def test_a_model_that_never_gets_ready(tmp_path: Path) -> None:
     assert leftovers(server) == []
 
 
+def test_a_started_server_listens_on_every_port(tmp_path: Path, monkeypatch) -> None:
+    # Triton says that it is ready a moment before its metrics' port is open.
+    monkeypatch.setattr(TritonServer, "is_ready", lambda server: True)
+    with TritonServer(make_repository(tmp_path, engine=False)) as server:
+        for port in (server.grpc_port, server.http_port, server.metrics_port):
+            socket.create_connection((server.address, port), timeout=2).close()
+
+
 def test_a_model_that_hangs_while_stopping_is_killed(tmp_path: Path) -> None:
     server = TritonServer(make_repository(tmp_path, engine=False, finalize="time.sleep(60)"))
     server.start()
