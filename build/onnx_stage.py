@@ -13,7 +13,7 @@ import json
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from build.stage import make_stage, read_entry, read_stage, write_entry
 from export import Checkpoint, Progress, export_checkpoint
 from export.calibration import load_calibration
 from export.files import write_whole
-from export.recipe import EngineRecipe, load_recipe
+from export.recipe import EngineRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "onnx.json"
@@ -193,12 +193,8 @@ def open_onnx(profile: Profile, folder: Path, intact: bool = False) -> OnnxStage
 
 def recipes_of(profile: Profile) -> dict[str, EngineRecipe]:
     """The recipe of each engine that has one. Raises ExportError."""
-    recipes = {}
-    for name, engine in profile.engines.items():
-        if engine.precision != FP32:
-            recipe = load_recipe(engine.precision)[name]
-            recipes[name] = replace(recipe, compute=profile.compute or recipe.compute)
-    return recipes
+    recipes = {name: profile.recipe(name) for name in profile.engines}
+    return {name: recipe for name, recipe in recipes.items() if recipe is not None}
 
 
 def needs_ranges(engine: EngineProfile, recipe: EngineRecipe | None) -> bool:

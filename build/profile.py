@@ -28,7 +28,7 @@ from typing import Any
 
 from export.graph import ExportError
 from export.packed import PACKABLE, PACKED, packable
-from export.recipe import COMPUTE, load_recipe, read_yaml
+from export.recipe import COMPUTE, EngineRecipe, load_recipe, read_yaml
 
 PROFILES = Path(__file__).parent / "profiles"
 # Runtime → its artifact. `tensorrt` is Triton's own backend, the others are those of
@@ -98,11 +98,18 @@ class Profile:
     targets: tuple[str, ...] = ()
     dit_precision: str | None = None
 
+    def recipe(self, engine: str) -> EngineRecipe | None:
+        """An engine's, as the profile has it; None if there is none. Raises ExportError."""
+        precision = self.engines[engine].precision
+        if precision == FP32:
+            return None
+        recipe = load_recipe(precision)[engine]
+        return replace(recipe, compute=self.compute or recipe.compute)
+
     def computes_in(self, engine: str) -> str:
         """What an engine computes in, and has at its borders."""
-        precision = self.engines[engine].precision
-        own = FP32 if precision == FP32 else load_recipe(precision)[engine].compute
-        return self.compute or own
+        recipe = self.recipe(engine)
+        return recipe.compute if recipe else self.compute or FP32
 
     @property
     def arguments(self) -> str:
