@@ -149,6 +149,9 @@ def torch_init(result: dict[str, Any]) -> Iterator[None]:
     result["numerics"] = numerics(models)
     models.use_fp8_attention()
     result["fp8_attention"] = {"numerics": numerics(models)}
+    models.quantize(in_fp8(RECIPE))
+    models.use_fp8_attention(full.edges(RECIPE))
+    result["recipe_and_fp8_attention"] = {"numerics": numerics(models)}
     yield
 
 
