@@ -96,6 +96,23 @@ def write_result(name: str, values: dict[str, Any]) -> Path:
     return path
 
 
+def earlier_results(out: Path) -> dict[str, Any]:
+    """What the file holds, nothing if it is new; ends the program with a sentence, before anything
+    is measured, if it is no file of results or cannot be written."""
+    try:
+        with out.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            text = file.read()
+        found = json.loads(text or "{}")
+    except OSError as error:
+        raise SystemExit(f"error: {out} cannot be written: {error.strerror}") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SystemExit(f"error: {out} is no file of results: name another one with --out")
+    return found
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Those of the packages that are installed."""
     found = {}

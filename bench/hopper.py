@@ -1,6 +1,6 @@
 """Full-size Qwen-Image with random weights on one CUDA GPU: numerics, times, baselines.
 
-    PYTHONPATH=backend/engine python -m bench.hopper [--parts dit baselines …] [--out FILE]
+    python -m bench.hopper [--parts dit baselines …] [--out FILE]
 
 Checks every engine against the stock BF16 module with the same weights, then measures it; writes
 JSON with the machine, versions, shapes, times by kernel and rooflines, and prints a table. Parts
@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from bench import hopper_engines as full
 from bench import hopper_repository, hopper_requests
-from bench.common import Stopwatch, versions
+from bench.common import Stopwatch, check_space, earlier_results, versions
 from bench.gpu_timing import PACKAGES, gpu_machine, kernel_times, median_ms
 from bench.hopper_engines import (
     TEXT_TOKENS,
@@ -38,9 +38,13 @@ from bench.hopper_engines import (
     stock_step,
 )
 from bench.roofline import ROOF, Work, dit_work
+from build.profile import BuildError
+from export import ExportError
 from hopper.dit import rows_for
 from hopper.text_encoder import TextEncoder
 from hopper.vae_decoder import VaeDecoder
+from runtimes import EngineError
+from serving.server import ServeError
 
 RECIPE = "fp8-rows"  # the profile's, but for its attention
 SIGMAS = (0.95, 0.6, 0.2)
@@ -305,22 +309,31 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "hopper", "weights": "random, by bench.hopper_engines"}
     result |= {"machine": gpu_machine(), "versions": versions(*PACKAGES), "parts": {}}
-    if arguments.out.is_file():
-        before = json.loads(arguments.out.read_text(encoding="utf-8"))
-        if before["machine"] == result["machine"] and before["versions"] == result["versions"]:
-            result["parts"] = before["parts"]
-    for name in arguments.parts:
+    before = earlier_results(arguments.out)
+    if all(before.get(name) == result[name] for name in ("machine", "versions")):
+        result["parts"] = before.get("parts", {})
+    if "requests" in arguments.parts:
+        check_space(parser, None, hopper_repository.DISK_GB)
+    try:
+        measure(arguments.parts, result, arguments.out)
+    except (BuildError, EngineError, ExportError, ServeError) as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def measure(parts: list[str], result: dict[str, Any], out: Path) -> None:
+    """Adds the parts to the result and writes it after each."""
+    for name in parts:
         started = time.perf_counter()
         values: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         result["parts"][name] = values
         for _ in PARTS[name](values):  # what is known is written, should a later one fail
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         values["benchmark_s"] = round(time.perf_counter() - started, 1)
         values["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         gc.collect()  # engines refer to themselves
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print_table({name: values})
 
 

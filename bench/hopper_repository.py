@@ -1,6 +1,6 @@
 """A repository of the profile h200-torch at Qwen-Image's full size, with random weights.
 
-    PYTHONPATH=backend/engine python -m bench.hopper_repository REPOSITORY [--recipe fp8-rows]
+    python -m bench.hopper_repository REPOSITORY [--recipe fp8-rows]
 
 It is the trained small checkpoint's, with engines of the real sizes in place of its own: no
 checkpoint of 57 GB is written first. What its pictures show is noise. Needs 43 GB of disk, and 100
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from bench import hopper_engines as full
 from bench.common import check_space
+from bench.gpu_timing import gpu_machine
 from build import manifest
 from build.assemble import assemble
 from build.profile import BuildError, load_profile
 from build.tiny import CALIBRATION, CHECKPOINT
-from export import ExportError
-from export.packed import PACKED, packable
+from export import CheckpointError, ExportError
+from export.packed import PACKED, unpackable
 from export.recipe import EngineRecipe, load_recipe
 
 PROFILE = "h200-torch"
@@ -42,6 +43,8 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
     """
     profile = load_profile(PROFILE)
     chosen = of_dit(recipe or profile.engines["dit"].precision)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise BuildError(f"{target} is there already: name a folder that is empty or not there")
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
     write_transformer(target, chosen, ["dit", "modulation"])
     texts = full.in_fp8(profile.engines["text_encoder"].precision, "text_encoder")
@@ -57,8 +60,10 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
 def of_dit(recipe: str) -> EngineRecipe:
     """Raises ExportError if there is none, or the profile's engine cannot be made by it."""
     chosen = load_recipe(recipe).get("dit")
-    if chosen is None or not packable(chosen):
-        raise ExportError(f"the recipe {recipe!r} makes no DiT in BF16 and FP8")
+    if chosen is None:
+        raise ExportError(f"the recipe {recipe!r} has nothing for the DiT")
+    if why := unpackable(chosen):
+        raise ExportError(f"{chosen.where}: {why}")
     return chosen
 
 
@@ -87,16 +92,42 @@ def write_transformer(target: Path, chosen: EngineRecipe, engines: list[str]) ->
 
 def replace(target: Path, engine: str, tensors: dict[str, Tensor]) -> None:
     """Puts tensors of the real size into the engine's place."""
-    file = target / "model_repository" / engine / "1" / PACKED
-    with safe_open(file, "pt") as small:
-        description = json.loads(small.metadata()["description"])
+    file = packed_file(target, engine)
+    description = described(file)
     description["config"] = config_of(engine)
+    for border in ("inputs", "outputs"):
+        for name, tensor in description[border].items():
+            tensor["shape"] = shapes_of(engine).get(name, tensor["shape"])
     file.unlink()  # it may be a hard link
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         file,
         {"description": json.dumps(description)},
     )
+
+
+def packed_file(target: Path, engine: str) -> Path:
+    return target / "model_repository" / engine / "1" / PACKED
+
+
+def described(file: Path) -> dict[str, Any]:
+    """What the export wrote of an engine into its file."""
+    with safe_open(file, "pt") as packed:
+        description: dict[str, Any] = json.loads(packed.metadata()["description"])
+    return description
+
+
+def shapes_of(engine: str) -> dict[str, list[int]]:
+    """Those inputs and outputs whose shapes tell a model's size; −1 is any size."""
+    text = [-1, -1, full.TEXT_CONFIG.hidden_size]
+    if engine == "text_encoder":
+        return {"hidden_states": text}
+    width = full.TRANSFORMER["num_attention_heads"] * full.TRANSFORMER["attention_head_dim"]
+    return {
+        "encoder_hidden_states": text,
+        "block_modulation": [-1, full.TRANSFORMER["num_layers"], 2, 6 * width],
+        "final_modulation": [-1, 2 * width],
+    }
 
 
 def config_of(engine: str) -> dict[str, Any]:
@@ -121,10 +152,14 @@ def describe(target: Path, chosen: EngineRecipe) -> None:
     }
     found = manifest.read(target)
     assert found is not None
-    dit = {"precision": chosen.name, "attention": chosen.attention}
+    engines = found["engines"]
+    for engine, said in engines.items():
+        description = described(packed_file(target, engine))
+        said |= {border: description[border] for border in ("inputs", "outputs")}
+    engines["dit"] |= {"precision": chosen.name, "attention": chosen.attention, "layers": {}}
     edit(
         target / manifest.NAME,
-        engines=found["engines"] | {"dit": found["engines"]["dit"] | dit | {"layers": {}}},
+        engines=engines,
         files=manifest.list_files(target, known),
     )
 
@@ -139,10 +174,11 @@ def main() -> None:
     parser.add_argument("repository", type=Path, help="a folder that is empty or not there")
     parser.add_argument("--recipe", help="the DiT's; by default that of the profile")
     options = parser.parse_args()
+    gpu_machine()
     check_space(parser, options.repository.absolute().parent, DISK_GB)
     try:
         make(options.repository, options.recipe)
-    except (BuildError, ExportError) as error:
+    except (BuildError, CheckpointError, ExportError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
 
 

@@ -1,6 +1,6 @@
 """Requests through Triton on one CUDA GPU: what a client sees, and what of it the engines take.
 
-    PYTHONPATH=backend/engine python -m bench.hopper_requests REPOSITORY [--guided] [--out FILE]
+    python -m bench.hopper_requests REPOSITORY [--guided] [--out FILE]
 
 REPOSITORY is one of the profile h200-torch: an exported one, or one of `bench.hopper_repository`.
 Every request has a prompt and a seed of its own; warm-up apart. Takes six minutes on an H200, with
@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 from tokenizers import Tokenizer
 
-from bench.common import RESULTS, Stopwatch, versions
+from bench.common import RESULTS, Stopwatch, earlier_results, versions
 from bench.gpu_timing import PACKAGES, gpu_machine
 from bench.serving import engine_seconds
 from qwen_image_client import AsyncClient
@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--guided", action="store_true", help="guided requests alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "hopper_requests.json")
     options = parser.parse_args()
+    earlier_results(options.out)
     head = {
         "benchmark": "hopper_requests",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

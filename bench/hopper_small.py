@@ -1,6 +1,6 @@
 """The trained small checkpoint through the engines for Hopper: single predictions and pictures.
 
-    PYTHONPATH=backend/engine python -m bench.hopper_small
+    python -m bench.hopper_small
 
 Noise predictions for the gate's prompts (`quality/gates/tiny`) against diffusers' in FP32, the
 lowest cosine of eight at each level of noise. On a GPU by the kernels, elsewhere by what they

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from export.graph import ExportError
-from export.packed import PACKABLE, PACKED, packable
+from export.packed import PACKABLE, PACKED, unpackable
 from export.recipe import COMPUTE, EngineRecipe, load_recipe, read_yaml
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -237,8 +237,8 @@ def _check_precision(where: str, engine: str, precision: Any, artifact: str) -> 
         raise BuildError(f"{where}: precision is neither {FP32} nor a recipe: {error}") from None
     if engine not in recipes:
         raise BuildError(f"{where}: the recipe {precision!r} has nothing for this engine")
-    if artifact == PACKED and not packable(recipes[engine]):
-        raise BuildError(f"{where}: precision is {precision!r}; {PACKED} {PACKABLE}")
+    if artifact == PACKED and (why := unpackable(recipes[engine])):
+        raise BuildError(f"{where}: precision is {precision!r}; {why}")
 
 
 def _range(bounds: list[int]) -> Range:

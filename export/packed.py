@@ -62,11 +62,14 @@ class Packed:
         yield from scales
 
 
-def packable(recipe: EngineRecipe) -> bool:
-    """Whether an engine by it can be written; eight-bit weights for BF16 arithmetic are BF16."""
+def unpackable(recipe: EngineRecipe) -> str | None:
+    """Why no engine can be written by it, if so; eight-bit weights for BF16 arithmetic are BF16."""
     formats = {name for name, patterns in recipe.formats.items() if patterns}
-    known = {"fp8", "int8_weights", "keep"}
-    return recipe.compute == "bf16" and {*formats, recipe.edge_format} <= known
+    if not {*formats, recipe.edge_format} <= {"fp8", "int8_weights", "keep"}:
+        return f"{PACKED} {PACKABLE}"
+    if recipe.compute != "bf16":
+        return f"{PACKED} computes in bf16, not in {recipe.compute}"
+    return None
 
 
 def write_packed(
@@ -86,8 +89,8 @@ def write_packed(
     weights = plan_weights(engine, checkpoint)
     found = layer_names(engine)
     assigned = recipe.assign(found, engine.blocks)
-    if not packable(recipe):
-        raise ExportError(f"{recipe.where}: {PACKED} {PACKABLE}")
+    if why := unpackable(recipe):
+        raise ExportError(f"{recipe.where}: {why}")
     quantized = {name for name, kind in assigned.items() if kind == "fp8"}
     packed = pack(engine.name, weights, quantized)
     if recipe.attention:

@@ -30,6 +30,7 @@ import yaml
 from export.graph import ExportError
 
 RECIPES = Path(__file__).parent / "recipes"
+ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")
 FORMATS = ("fp8", "nvfp4", "int8", "int8_weights", "keep")
 COMPUTE = ("fp32", "bf16")
 
@@ -111,6 +112,7 @@ def read_yaml(path: Path) -> Any:
 def parse_recipe(name: str, data: Any) -> dict[str, EngineRecipe]:
     if not isinstance(data, dict):
         raise ExportError(f"the recipe {name!r} must hold engines")
+    _check(f"recipe {name!r}", data, ENGINES)
     return {
         engine: _engine(name, f"recipe {name!r}, {engine}", entry) for engine, entry in data.items()
     }
@@ -145,6 +147,8 @@ def _engine(name: str, where: str, entry: Any) -> EngineRecipe:
         raise ExportError(
             f"{where}: edge_format is {edge_format!r}; it must be one of {', '.join(FORMATS)}"
         )
+    if smooth is not None and edge_format != "int8" and not formats.get("int8"):
+        raise ExportError(f"{where}: smooth is for the format int8, which has no layers here")
     attention = entry.get("attention")
     if attention not in (None, "fp8") or (attention and not where.endswith(", dit")):
         raise ExportError(f"{where}: attention is {attention!r}; it can be fp8, for dit alone")

@@ -346,6 +346,7 @@ def test_edge_blocks_have_their_own_format() -> None:
         ({"format": {}}, "'format' is unknown: did you mean formats"),
         ({"compute": "fp16"}, "compute is 'fp16'; it must be one of fp32, bf16"),
         ({"smooth": 2}, "smooth is 2; it must be between 0 and 1"),
+        ({"smooth": 0.5, "formats": {"fp8": ["*"]}}, "smooth is for the format int8, which has no"),
         ({"edge_blocks": -1}, "edge_blocks is -1; it must be a whole number from 0"),
         ({"edge_blocks": True}, "edge_blocks is True; it must be a whole number from 0"),
         ({"edge_format": "fp9"}, "edge_format is 'fp9'; it must be one of fp8, nvfp4, int8, int8_"),
@@ -355,6 +356,11 @@ def test_edge_blocks_have_their_own_format() -> None:
 def test_wrong_recipes(entry: Any, sentence: str) -> None:
     with pytest.raises(ExportError, match=rf"^recipe 'r', dit.*{sentence}"):
         parse_recipe("r", {"dit": entry})["dit"].assign(["a.0", "b.0"], 1)
+
+
+def test_an_engine_that_there_is_not() -> None:
+    with pytest.raises(ExportError, match=r"^recipe 'r': 'dti' is unknown: did you mean dit"):
+        parse_recipe("r", {"dit": {}, "dti": {}})
 
 
 def test_unknown_recipe() -> None:

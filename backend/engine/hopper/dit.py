@@ -127,8 +127,19 @@ class Dit:
         block_modulation: Tensor,  # BF16 [B, N, 2, 6d], of the image, then of the text
         final_modulation: Tensor,  # BF16 [B, 2d]
     ) -> Tensor:  # BF16 [B, L, 64]
-        """Padded text is attended to by nothing, and mostly not computed."""
+        """Padded text is attended to by nothing, and mostly not computed.
+
+        Raises:
+            EngineError: the inputs differ in their numbers of tokens.
+        """
         text_tokens, image_tokens = text_mask.shape[1], hidden_states.shape[1]
+        found = encoder_hidden_states.shape[1], position_ids.shape[1]
+        if found != (text_tokens, text_tokens + image_tokens):
+            raise EngineError(
+                f"encoder_hidden_states and position_ids are for {found[0]} and {found[1]} tokens; "
+                f"with {text_tokens} in text_mask and {image_tokens} in hidden_states they must be "
+                f"for {text_tokens} and {text_tokens + image_tokens}"
+            )
         counts = text_mask.sum(1).tolist()
         padding = -text_tokens % TEXT_MULTIPLE
         if padding:

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from hopper import reference
+from runtimes import EngineError
 
 # Up to so many rows our own product is faster than cuBLAS's, if its sums are long.
 FEW_ROWS = 256
 
 if torch.cuda.is_available():  # the compiler need not be installed elsewhere
-    from hopper import kernels
+    try:
+        from hopper import kernels
+    except ImportError as missing:
+        raise EngineError(
+            f"engines for Hopper need the compiler triton, which cannot be imported ({missing}): "
+            "`pip install triton`"
+        ) from None
 
 
 def norm_modulate(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from hopper.linear import Linear, linear
 from hopper.replay import Replayed
+from runtimes import EngineError
 
 BUCKET = 32  # tokens; prompts are padded to multiples, so that few lengths are recorded
 USUAL = 256  # tokens of most prompts, with the template's: these lengths are recorded at the start
@@ -47,8 +48,23 @@ class TextEncoder:
         self.replayed = Replayed(self.encode)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """INT64 [B, S] → BF16 [B, S − dropped, width]."""
-        tokens = input_ids.shape[1]
+        """INT64 [B, S] → BF16 [B, S − dropped, width].
+
+        Raises:
+            EngineError: nothing follows the template's tokens, or the vocabulary lacks an id.
+        """
+        tokens, vocabulary = input_ids.shape[1], len(self.embeddings)
+        if tokens <= self.dropped_tokens:
+            raise EngineError(
+                f"input_ids holds {tokens} tokens; it must be the template's "
+                f"{self.dropped_tokens} and at least one more"
+            )
+        least, most = (int(bound) for bound in input_ids.aminmax())
+        if least < 0 or most >= vocabulary:
+            raise EngineError(
+                f"input_ids holds ids from {least} to {most}; the text encoder knows 0 to "
+                f"{vocabulary - 1}"
+            )
         padded = functional.pad(input_ids, (0, -tokens % BUCKET)).to(self.embeddings.device)
         embedded = functional.embedding(padded, self.embeddings).to(self.norm.device)
         return self.replayed(embedded)[:, : tokens - self.dropped_tokens]

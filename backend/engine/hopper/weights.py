@@ -34,7 +34,7 @@ def load(
             safe_open(artifact, framework="pt", device="cpu") as mapped,
         ):
             description = json.loads((file.metadata() or {}).get("description", "{}"))
-            if description.get("format") != FORMAT:
+            if not isinstance(description, dict) or description.get("format") != FORMAT:
                 raise EngineError(
                     f"{artifact.name} has no description of format {FORMAT}: run 'make export'"
                 )

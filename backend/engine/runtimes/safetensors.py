@@ -53,19 +53,23 @@ class Runtime:
         Raises:
             EngineError: there is no GPU that can run it, or the file cannot be loaded.
         """
-        device = choose_device(parameters.get("device", "cuda"), gpu, artifact.name)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        self.device = str(device)
         on_host = stay_on_host(parameters.get("weights", "device"))
-        place = torch.device("cpu") if on_host else device
         try:
+            device = choose_device(parameters.get("device", "cuda"), gpu, artifact.name)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            place = torch.device("cpu") if on_host else device
             weights, description = load(artifact, place, on_host and device.type == "cuda")
             if on_host and description["engine"] != "modulation":
                 raise EngineError(
                     "the parameter weights is 'host', which is for modulation alone; "
                     f"{artifact.name} is of {description['engine']}"
                 )
+            self.inputs, self.outputs = (
+                [TensorSpec(name, tensor["dtype"]) for name, tensor in description[border].items()]
+                for border in ("inputs", "outputs")
+            )
+            self._shapes = {name: each["shape"] for name, each in description["inputs"].items()}
             self._engine = _ENGINES[description["engine"]](weights, description["config"])
             with torch.inference_mode():
                 self._engine.warm_up(device)
@@ -73,18 +77,22 @@ class Runtime:
                 torch.cuda.empty_cache()  # what the small calls needed, other processes may use
         except RuntimeError as error:  # torch's, out of memory among them
             raise EngineError(f"{artifact.name} cannot be started: {one_line(error)}") from None
-        self.inputs, self.outputs = (
-            [TensorSpec(name, tensor["dtype"]) for name, tensor in description[border].items()]
-            for border in ("inputs", "outputs")
-        )
+        except KeyError as error:
+            raise EngineError(f"{artifact.name} lacks {error.args[0]}: run 'make export'") from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{artifact.name} is none of this version ({one_line(error)}): run 'make export'"
+            ) from None
+        self.device = str(device)
 
     @torch.inference_mode()
     def run(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Computes one batch; takes tensors in any memory, returns new ones on the device.
 
         Raises:
-            EngineError: the GPU failed or ran out of memory.
+            EngineError: the inputs do not fit, the GPU failed or ran out of memory.
         """
+        check_shapes(batch, self._shapes)
         try:
             given = [
                 batch[spec.name].to(
@@ -95,8 +103,11 @@ class Runtime:
             result = self._engine(*given)
             if self.device != "cpu":
                 torch.cuda.synchronize()
-        except RuntimeError as error:  # torch's, out of memory among them
-            raise EngineError(f"the engine failed: {one_line(error)}") from None
+        except EngineError:
+            raise
+        except Exception as error:  # whatever it is, it must end this batch alone
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+            raise EngineError(f"the engine failed on {shapes}: {one_line(error)}") from None
         results = result if isinstance(result, tuple) else (result,)
         return {
             spec.name: tensor.contiguous()
@@ -105,6 +116,24 @@ class Runtime:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> None:
+    """Compares a batch with the shapes of the file's description; in them −1 is any size from 1.
+
+    Raises:
+        EngineError: an input has another shape, or not as many rows as the others.
+    """
+    rows = len(batch[next(iter(shapes))])
+    for name, shape in shapes.items():
+        found, wanted = list(batch[name].shape), [rows, *shape[1:]]
+        if len(found) != len(wanted) or any(
+            size != expected if expected >= 0 else size < 1
+            for size, expected in zip(found, wanted, strict=True)
+        ):
+            raise EngineError(
+                f"{name} has the shape {found}; it must be {wanted}, where -1 is any size from 1"
+            )
 
 
 def choose_device(name: str, gpu: int, artifact: str) -> torch.device:
@@ -123,7 +152,7 @@ def choose_device(name: str, gpu: int, artifact: str) -> torch.device:
             "one, in a container with `--gpus all`"
         )
     capability = torch.cuda.get_device_capability(gpu)
-    if capability < (9, 0):
+    if capability != (9, 0):
         raise EngineError(
             f"{artifact} is for Hopper (SM90), and the GPU here, {torch.cuda.get_device_name(gpu)}"
             f", is SM{capability[0]}{capability[1]}: run 'make export' with a profile for it"
