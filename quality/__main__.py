@@ -190,7 +190,10 @@ def report(gate: Gate, result: dict[str, Any], out: Path) -> None:
     if "passed" not in result:
         print("fields other than the gate's: its thresholds were not applied")
     elif result["passed"] is None:
-        print("nothing was judged: the gate has neither thresholds nor a judge and a reference")
+        print(
+            "nothing was judged: the gate has no thresholds, or only for distances to a reference, "
+            "and there is no judge with a reference"
+        )
     else:
         print("passed" if result["passed"] else "NOT passed")
         for sentence in result["missed"]:

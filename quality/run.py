@@ -268,9 +268,8 @@ def _result(
     if gate.judge and reference is not None and "score" in reference.result:
         result["comparison"] = compare(reference.result, result, gate.significance)
     if not gate.changed:
-        missed = _missed(gate, result)
-        applied = gate.at_least or gate.at_most or "comparison" in result
-        result["passed"] = not missed if applied else None
+        judged, missed = _judged(gate, result)
+        result["passed"] = not missed if judged else None
         result["missed"] = missed
     return result
 
@@ -337,9 +336,9 @@ def compare(first: dict[str, Any], second: dict[str, Any], significance: float) 
     return {"measure": measure, **found}
 
 
-def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
-    """A sentence for each threshold that the result misses."""
-    sentences = []
+def _judged(gate: Gate, result: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Whether there was anything to judge by, and a sentence for each threshold that is missed."""
+    judged, sentences = "comparison" in result, []
     for thresholds, word, sign in ((gate.at_least, "least", 1), (gate.at_most, "most", -1)):
         for name, threshold in thresholds.items():
             value: Any = result
@@ -351,12 +350,13 @@ def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
                 raise QualityError(
                     f"{gate.folder}: this run has no {name!r} to hold a threshold to"
                 )
+            judged = True
             if not sign * value >= sign * threshold:
                 sentences.append(f"{name} is {value:.4g}; it must be at {word} {threshold:g}")
     comparison = result.get("comparison")
     if comparison and comparison["worse"]:
         sentences.append(f"worse than the reference: {describe_comparison(comparison)}")
-    return sentences
+    return judged, sentences
 
 
 def describe_comparison(comparison: dict[str, Any]) -> str:

@@ -99,8 +99,12 @@ class Supervisor:
             failure = self._watch()
             if failure is None:
                 self._report("Stopping the server.")
-                if self.server.stop(STOP_TIMEOUT) == -signal.SIGKILL:
+                told = time.monotonic()
+                killed = self.server.stop(STOP_TIMEOUT) == -signal.SIGKILL
+                if killed and time.monotonic() - told >= STOP_TIMEOUT:
                     self._report(f"It did not end within {STOP_TIMEOUT:g} seconds and was killed.")
+                elif killed:
+                    self._report("It was killed before it had ended.")
             return failure
         finally:
             self.server.kill()

@@ -144,6 +144,8 @@ def test_thresholds(gate_folder, scenes, tmp_path):
     assert "parts.shape.score is 0; it must be at least 0.9" in result["missed"]
     gate = rewrite(gate_folder, at_most={"distances.flip": 0.5})
     assert run(gate, Renderer(scenes), tmp_path / "no reference")["passed"]
+    gate = rewrite(gate_folder, at_least={})
+    assert run(gate, Renderer(scenes), tmp_path / "nothing to judge by")["passed"] is None
     run(gate, Renderer(scenes, wrong=1.0), tmp_path / "worse", tmp_path / "good")
 
 
@@ -158,7 +160,7 @@ def test_thresholds_do_not_hold_for_other_fields(gate_folder, scenes, tmp_path):
 def test_without_a_judge(gate_folder, scenes, tmp_path):
     gate = rewrite(gate_folder, judge=None, at_least={"distances.psnr": 99})
     result = run(gate, Renderer(scenes), tmp_path / "reference")
-    assert "score" not in result and result["passed"]
+    assert "score" not in result and result["passed"] is None
     near = run(gate, Renderer(scenes), tmp_path / "near", tmp_path / "reference")
     far = run(gate, Renderer(scenes, wrong=0.5), tmp_path / "far", tmp_path / "reference")
     assert near["passed"] and not far["passed"]
