@@ -17,7 +17,7 @@ from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
 from export.export import entry
 from export.graph import ExportError
-from export.packed import PACKED, write_packed
+from export.packed import PACKED, unpackable, write_packed
 from export.progress import ignore_progress
 from export.recipe import EngineRecipe
 from tests.make_checkpoint import cached_checkpoint
@@ -111,6 +111,13 @@ def test_refuses_what_the_runtime_does_not_compute(
     with pytest.raises(ExportError, match="in bf16 and fp8 only"):
         write(dit, checkpoint, {"int8": ["transformer_blocks.*"], "keep": KEPT}, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_says_which_part_of_a_recipe_it_is() -> None:
+    computes, formats = "computes in bf16, not in fp32", "holds layers in bf16 and fp8 only"
+    assert unpackable(EngineRecipe("r", "w")) == f"{PACKED} {computes}"
+    assert unpackable(EngineRecipe("r", "w", "bf16", {"nvfp4": ["*"]})) == f"{PACKED} {formats}"
+    assert unpackable(EngineRecipe("r", "w", "bf16", {"nvfp4": [], "fp8": ["*"]})) is None
 
 
 def test_a_layer_without_its_neighbours_is_refused() -> None:
