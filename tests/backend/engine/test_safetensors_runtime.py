@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import hopper.ops
 from export.checkpoint import Checkpoint
 from export.engines import Engine, engines
 from export.export import entry
@@ -265,4 +266,4 @@ def test_a_gpu_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("hopper.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(EngineError, match=r"need the compiler triton, .*: `pip install triton`$"):
-        runpy.run_module("hopper.ops")
+        runpy.run_path(hopper.ops.__file__)
