@@ -309,11 +309,11 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "hopper", "weights": "random, by bench.hopper_engines"}
     result |= {"machine": gpu_machine(), "versions": versions(*PACKAGES), "parts": {}}
+    if "requests" in arguments.parts:
+        check_space(parser, None, hopper_repository.DISK_GB)
     before = earlier_results(arguments.out)
     if all(before.get(name) == result[name] for name in ("machine", "versions")):
         result["parts"] = before.get("parts", {})
-    if "requests" in arguments.parts:
-        check_space(parser, None, hopper_repository.DISK_GB)
     try:
         measure(arguments.parts, result, arguments.out)
     except (BuildError, EngineError, ExportError, ServeError) as error:

@@ -43,7 +43,7 @@ def make(target: Path, recipe: str | None = None, stages: Path | None = None) ->
     """
     profile = load_profile(PROFILE)
     chosen = of_dit(recipe or profile.engines["dit"].precision)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BuildError(f"{target} is there already: name a folder that is empty or not there")
     assemble(CHECKPOINT, profile, target, calibration=CALIBRATION, onnx=stages)
     write_transformer(target, chosen, ["dit", "modulation"])
@@ -95,9 +95,10 @@ def replace(target: Path, engine: str, tensors: dict[str, Tensor]) -> None:
     file = packed_file(target, engine)
     description = described(file)
     description["config"] = config_of(engine)
+    shapes = shapes_of(engine)
     for border in ("inputs", "outputs"):
         for name, tensor in description[border].items():
-            tensor["shape"] = shapes_of(engine).get(name, tensor["shape"])
+            tensor["shape"] = shapes.get(name, tensor["shape"])
     file.unlink()  # it may be a hard link
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},

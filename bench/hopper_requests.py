@@ -276,13 +276,13 @@ def main() -> None:
     parser.add_argument("--guided", action="store_true", help="guided requests alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "hopper_requests.json")
     options = parser.parse_args()
-    earlier_results(options.out)
     head = {
         "benchmark": "hopper_requests",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": gpu_machine(),
         "versions": versions(*PACKAGES),
     }
+    earlier_results(options.out)
     try:
         repository = options.repository.absolute()
         for result in [measure_guided(repository)] if options.guided else measure(repository):

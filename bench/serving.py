@@ -17,10 +17,10 @@ import onnxruntime
 import tritonclient.grpc as grpcclient
 
 from bench.common import Stopwatch, small_repository, write_result
+from export.recipe import ENGINES
 from qwen_image_client import AsyncClient, Client
 from serving.server import TritonServer
 
-ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")
 REPEATS = 5
 
 

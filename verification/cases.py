@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from export.recipe import ENGINES
 from export.stored import first_line
 from quality.gate import Gate, Prompt, QualityError, load_gate
 from quality.run import RESULT, load_run
@@ -24,7 +25,6 @@ from quality.served import pack, position_ids
 if TYPE_CHECKING:
     from quality.diffused import Diffused
 
-ENGINES = ("text_encoder", "modulation", "dit", "vae_decoder")
 _PROMPTS = 4  # of the gate's; each with every noise level
 
 

@@ -87,12 +87,21 @@ def test_equals_the_stock_module(
 
 
 @pytest.fixture(scope="module")
-def written(
+def packed(
     checkpoint: Checkpoint, made: dict[str, Engine], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("modulation")
-    write(made["modulation"], checkpoint, "bf16", folder)
-    return folder / PACKED
+) -> dict[str, Path]:
+    """The files of some engines in BF16."""
+    files = {}
+    for name in ("text_encoder", "modulation", "dit"):
+        folder = tmp_path_factory.mktemp(name)
+        write(made[name], checkpoint, "bf16", folder)
+        files[name] = folder / PACKED
+    return files
+
+
+@pytest.fixture(scope="module")
+def written(packed: dict[str, Path]) -> Path:
+    return packed["modulation"]
 
 
 def refusal(artifact: Path, parameters: dict[str, str]) -> str:
@@ -134,11 +143,8 @@ def test_modulation_computes_from_weights_on_the_host(written: Path) -> None:
         assert torch.equal(usual[name], other[name])
 
 
-def test_only_modulation_has_its_weights_on_the_host(
-    checkpoint: Checkpoint, made: dict[str, Engine], tmp_path: Path
-) -> None:
-    write(made["dit"], checkpoint, "bf16", tmp_path)
-    said = refusal(tmp_path / PACKED, {"device": "cpu", "weights": "host"})
+def test_only_modulation_has_its_weights_on_the_host(packed: dict[str, Path]) -> None:
+    said = refusal(packed["dit"], {"device": "cpu", "weights": "host"})
     assert said.endswith("is for modulation alone; model.safetensors is of dit")
 
 
@@ -174,7 +180,9 @@ def test_says_in_one_sentence_that_the_engine_failed(
         ({"position_ids": (1, 13, 3)}, "8 and 13 tokens; .* they must be for 8 and 12"),
     ],
 )
-def test_inputs_that_do_not_fit(changes: dict[str, Any], said: str, packed_dit: Path) -> None:
+def test_inputs_that_do_not_fit(
+    changes: dict[str, Any], said: str, packed: dict[str, Path]
+) -> None:
     """Past a tensor's end lies foreign memory."""
     shapes = {
         "hidden_states": (1, 4, 64),
@@ -184,7 +192,7 @@ def test_inputs_that_do_not_fit(changes: dict[str, Any], said: str, packed_dit: 
         "block_modulation": (1, 4, 2, 768),
         "final_modulation": (1, 256),
     }
-    runtime = Runtime(packed_dit, {"device": "cpu"})
+    runtime = Runtime(packed["dit"], {"device": "cpu"})
     given = {name: torch.ones(shape) for name, shape in shapes.items()}
     assert runtime.run(given)["noise_pred"].shape == (1, 4, 64)
     with pytest.raises(EngineError, match=said) as caught:
@@ -201,21 +209,11 @@ def test_inputs_that_do_not_fit(changes: dict[str, Any], said: str, packed_dit: 
     ],
 )
 def test_ids_that_the_text_encoder_cannot_take(
-    ids: list[int], said: str, checkpoint: Checkpoint, made: dict[str, Engine], tmp_path: Path
+    ids: list[int], said: str, packed: dict[str, Path]
 ) -> None:
-    write(made["text_encoder"], checkpoint, "bf16", tmp_path)
-    runtime = Runtime(tmp_path / PACKED, {"device": "cpu"})
+    runtime = Runtime(packed["text_encoder"], {"device": "cpu"})
     with pytest.raises(EngineError, match=said):
         runtime.run({"input_ids": torch.tensor([ids])})
-
-
-@pytest.fixture(scope="module")
-def packed_dit(
-    checkpoint: Checkpoint, made: dict[str, Engine], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("dit")
-    write(made["dit"], checkpoint, "bf16", folder)
-    return folder / PACKED
 
 
 @pytest.mark.parametrize(
@@ -230,11 +228,11 @@ def packed_dit(
     ],
 )
 def test_refuses_a_file_that_does_not_fit(
-    change: Any, said: str, packed_dit: Path, tmp_path: Path
+    change: Any, said: str, packed: dict[str, Path], tmp_path: Path
 ) -> None:
-    with safe_open(packed_dit, "pt") as file:
+    with safe_open(packed["dit"], "pt") as file:
         description = json.loads(file.metadata()["description"])
-    tensors = load_file(packed_dit)
+    tensors = load_file(packed["dit"])
     change(tensors, description)
     save_file(tensors, tmp_path / PACKED, {"description": json.dumps(description)})
     with pytest.raises(EngineError, match=said) as caught:
